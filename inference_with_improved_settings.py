@@ -1,4 +1,4 @@
-"""What does the model say?  Chat in terminal or browser, one answer for a pipe, samplings compared, the model at play.
+"""Chat with a model in the terminal or the browser, print one answer, compare presets, or watch the model play.
 
     python inference_with_improved_settings.py                                  the result of the reference run
     python inference_with_improved_settings.py --config configs/quickstart/chat.yaml
@@ -7,7 +7,7 @@
     python inference_with_improved_settings.py --play frozen_lake --episodes 3
     python inference_with_improved_settings.py --web --beside runs/phase2/final
 
-What the model says goes to stdout, everything about it to stderr. The same seed gives the same answers.
+Answers go to stdout, everything else to stderr. The same seed gives the same answers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from posttrain.serving import (
     Exchange,
     Generator,
     ctrl_c_keeps_what_was_typed,
-    described,
+    describe_preset,
+    describe_sampling,
     escape_control_characters,
-    in_words,
     never,
     next_message,
     note,
@@ -46,8 +46,8 @@ from posttrain.types import UserError, derive_seed, short_name
 HELP = """\
 /reset          forget the conversation
 /system TEXT    set the system message; without TEXT remove it
-/preset NAME    answer with another preset; without NAME they are listed
-/save FILE      write the conversation as one row of JSON, which phase 1 can train on (kind: messages)
+/preset NAME    answer with another preset; without NAME list them
+/save FILE      write the conversation as a row of JSON that phase 1 can train on (kind: messages)
 /help           this list
 /quit           leave; so does Ctrl-D
 Ctrl-C stops an answer, clears a half-typed line, and leaves at an empty one.
@@ -57,15 +57,15 @@ COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/"
 
 
 def main(argv: list[str] | None = None) -> None:
-    # 1. What to do. Heavy imports wait until all of it makes sense, so that --help and every mistake answer at once.
+    # 1. Read the options. Heavy imports come later, so that --help and mistakes are answered at once.
     cfg, flags = load(ChatRun, "configs/chat.yaml", argv, add_flags, __doc__)
     check(cfg, flags)
     seed = cfg.seed if flags.seed is None else flags.seed
     cfg = cfg.model_copy(update={"seed": seed, "preset": flags.preset or cfg.preset})
-    env = playing.open_env(cfg, flags.play) if flags.play else None
+    env = playing.open_played_env(cfg, flags.play) if flags.play else None
     page = open_page(flags) if flags.web else None
 
-    # 2. Can it be done?
+    # 2. Check and load the models.
     runlog.keep_private(Path("runs"))
 
     from posttrain import models
@@ -85,15 +85,14 @@ def main(argv: list[str] | None = None) -> None:
     }
     generator, *_ = generators.values()
 
-    # 3. Do it.
+    # 3. Chat or play.
     if page is not None:
         page(generators, cfg)
         return
     if env is not None:
-        # The chat's settings change the sampling distribution and punish what a map must repeat: play as the rollouts
-        # did.
+        # As in the rollouts: a repetition penalty would punish what a map must repeat.
         setting = cfg.presets[cfg.preset] if flags.preset else SamplingSection()
-        playing.play_levels(generator, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
+        playing.show_levels(generator, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
         return
     conversation = Conversation(generator.chat, generator.context, cfg.max_new_tokens, cfg.system)
     if flags.prompt is not None:
@@ -121,17 +120,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--play", metavar="ENV", help="watch the model act in an environment, e.g. frozen_lake")
     what.add_argument("--web", action="store_true", help="chat, and watch it play, in the browser")
     parser.add_argument(
-        "--preset", metavar="NAME", help="the preset that answers (--play samples as phase 3 did unless this is given)"
+        "--preset", metavar="NAME", help="the preset of the answers (default of --play: the sampling of phase 3)"
     )
     parser.add_argument("--compare", action="store_true", help="show every answer under each preset, with figures")
     parser.add_argument("--episodes", type=at_least(1), metavar="N", help="levels to --play (default: 1)")
     parser.add_argument("--delay", type=seconds, metavar="SECONDS", help="pause after each turn of --play (default: 0)")
     parser.add_argument("--seed", type=at_least(0), metavar="N", help="same as seed=N")
-    parser.add_argument("--beside", metavar="MODEL", help="a second model for --web, its predecessor for instance")
-    parser.add_argument("--host", help="address of --web (default: 127.0.0.1, which this machine alone reaches)")
+    parser.add_argument("--beside", metavar="MODEL", help="a second model for --web, for example the phase before")
+    parser.add_argument("--host", help="address of --web (default: 127.0.0.1, only this machine)")
     parser.add_argument("--port", type=at_least(0), help="port of --web; 0 takes a free one (default: 7860)")
     parser.add_argument(
-        "--password", action="store_true", help="--web asks for one: that in CHAT_PASSWORD, or one typed at the start"
+        "--password",
+        action="store_true",
+        help="protect --web with the password in CHAT_PASSWORD, or one typed at the start",
     )
 
 
@@ -150,11 +151,11 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
         raise UserError("--beside, --host, --port and --password belong to --web.")
     if flags.beside == cfg.model.name_or_path:
         raise UserError(
-            f"--beside {flags.beside} is the model that answers anyway. Name another one; for two settings of one model"
-            " leave --beside out and tick `Side by side` on the page."
+            f"--beside {flags.beside} is the first model too. Name another one; for two settings of one model leave"
+            " --beside out and tick `Side by side` on the page."
         )
     if flags.compare and flags.play:
-        raise UserError("--compare shows answers side by side; with --play there is only one game. Leave one out.")
+        raise UserError("--compare shows answers side by side; --play has only one game. Leave one out.")
     if flags.compare and len(cfg.presets) < 2:
         raise UserError(
             f"--compare needs two presets, but the config has only `{cfg.preset}`. Add one to the section `presets`, "
@@ -165,7 +166,7 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
 
 
 def open_page(flags: argparse.Namespace) -> Callable[[dict[str, Generator], ChatRun], None]:
-    """Return a function that shows the page of --web; address and password are settled before models are loaded."""
+    """Return a function that shows the page of --web; address and password are checked before models are loaded."""
     from posttrain.serving import chosen_password, listen, require_gradio, serve_page
 
     require_gradio()
@@ -175,6 +176,7 @@ def open_page(flags: argparse.Namespace) -> Callable[[dict[str, Generator], Chat
 
 
 def unknown_preset(cfg: ChatRun, name: str) -> str:
+    """Return the message for a preset that does not exist."""
     return f"There is no preset `{name}`, only {', '.join(cfg.presets)}{hint(name, list(cfg.presets))}"
 
 
@@ -191,7 +193,7 @@ def reply(
     compare: bool,
     stopped: Callable[[], bool] = never,
 ) -> None:
-    """Answer one message on stdout; `number` counts the messages, so that each has a seed of its own."""
+    """Answer one message on stdout. number: of the message, for its seed."""
     before = conversation.forgotten
     ids = conversation.prompt(text)
     if conversation.forgotten > before:
@@ -201,7 +203,7 @@ def reply(
         )
     budget = min(cfg.max_new_tokens, conversation.context - len(ids))
     names = [cfg.preset, *(name for name in cfg.presets if compare and name != cfg.preset)]
-    seed = derive_seed(cfg.seed, "chat", number)  # the same for each preset: what differs is the setting
+    seed = derive_seed(cfg.seed, "chat", number)  # the same for each preset: only the settings differ
     answers = {name: generator.answer(ids, cfg.presets[name].params(budget), seed) for name in names}
     if compare:
         show_beside(answers, cfg, stopped)
@@ -219,7 +221,7 @@ def reply(
 
 
 def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, compare: bool) -> None:
-    """Take messages and commands to the end of the input: line by line, or in a terminal as typed or pasted."""
+    """Answer messages and commands to the end of the input."""
     by_hand = sys.stdin.isatty()
     if by_hand:
         with suppress(ImportError):  # Windows has none
@@ -246,7 +248,7 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
                         reply(generator, conversation, cfg, text, number, compare=compare, stopped=stopped)
                     except DamagedModel:
                         raise
-                    except UserError as problem:  # about this message; the next one may do
+                    except UserError as problem:  # about this message; the next one may work
                         note(str(problem))
                     if stopped():
                         note("[stopped]")
@@ -254,8 +256,8 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
 
 
 def greet(cfg: ChatRun) -> None:
-    """Say who answers, how, and what may be asked."""
-    setting = in_words(cfg.presets[cfg.preset])
+    """Print the model, its settings and examples."""
+    setting = describe_sampling(cfg.presets[cfg.preset])
     note(f"{cfg.model.name_or_path}, {setting}. /help lists the commands, /quit leaves.")
     if cfg.examples:
         note("\n  ".join(["For example:", *cfg.examples]))
@@ -265,7 +267,7 @@ def greet(cfg: ChatRun) -> None:
 
 
 def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> ChatRun | None:
-    """Carry out a command; return the config that holds from then on, or None for /quit."""
+    """Carry out a command; return the config for the following messages, or None for /quit."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
@@ -281,12 +283,12 @@ def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> ChatR
             conversation.system = rest or None
             note("[the system message is set]" if rest else "[no system message]")
         case "/preset" if not rest:
-            note("\n".join(("* " if name == cfg.preset else "  ") + described(cfg, name) for name in cfg.presets))
+            note("\n".join(("* " if name == cfg.preset else "  ") + describe_preset(cfg, name) for name in cfg.presets))
         case "/preset" if rest not in cfg.presets:
             note(unknown_preset(cfg, rest))
         case "/preset":
             cfg = cfg.model_copy(update={"preset": rest})
-            note(f"[{described(cfg, rest)}]")
+            note(f"[{describe_preset(cfg, rest)}]")
         case "/save":
             save(rest, conversation) if rest else note("Name the file: /save FILE")
         case _:
@@ -295,7 +297,7 @@ def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> ChatR
 
 
 def save(file: str, conversation: Conversation) -> None:
-    """Write the conversation to a new file; one that exists is left alone."""
+    """Write the conversation to a new file; an existing file is not changed."""
     try:
         with Path(file).expanduser().open("x", encoding="utf-8") as out:
             out.write(json.dumps({"messages": conversation.messages()}, ensure_ascii=False) + "\n")
@@ -308,7 +310,7 @@ def save(file: str, conversation: Conversation) -> None:
 if __name__ == "__main__":
     keep_standard_streams()
     for pipe in (sys.stdin, sys.stdout, sys.stderr):
-        pipe.reconfigure(errors="replace")  # type: ignore[union-attr]  no byte that comes or goes is a reason to stop
-    if hasattr(signal, "SIGPIPE") and "--web" not in sys.argv:  # a visitor of the page who hangs up must not end it
+        pipe.reconfigure(errors="replace")  # type: ignore[union-attr]  no byte of input or output may stop the chat
+    if hasattr(signal, "SIGPIPE") and "--web" not in sys.argv:  # a visitor who disconnects must not end it
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
     run(main)

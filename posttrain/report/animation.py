@@ -2,8 +2,8 @@
 
     posttrain report runs/quickstart --gif docs/quickstart.gif
 
-Everything is taken from the evaluator's files, results.json and transcripts.jsonl. It shows the first levels of
-the evaluation: they are not chosen by their outcome.
+It is made from results.json and transcripts.jsonl of the evaluator. It shows the first levels of the evaluation, which
+are not chosen by their outcome.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from posttrain.report.episodes import moments, outcome, played, replay
+from posttrain.report.episodes import acted_out, describe_end, evaluation_stage, list_moments, played
 from posttrain.report.tables import Results
 from posttrain.types import Record, UserError
 
 SIDE, WIDTH, MARGIN, LINE = 168, 224, 12, 15  # pixels: a picture, a column, the space around it, a line of text
-LINES = 2  # of what the model wrote
+LINES = 2  # of the model's text
 INK, QUIET, PAPER, WON, LOST = "#1b1f24", "#6b7280", "#ffffff", "#1a7f37", "#b42318"
 PACE, LAST = 650, 2200  # milliseconds of a picture, and of the last one of a level
 HEADINGS = {
@@ -35,7 +35,7 @@ Episodes = dict[tuple[str, str, int], Record]
 
 
 class Panel(NamedTuple):
-    """One moment of one episode: its picture, what the model has just written, and how the episode ended, if it did."""
+    """A moment of an episode: its picture, the text of the turn, and at the end the outcome."""
 
     frame: np.ndarray
     text: str
@@ -44,17 +44,17 @@ class Panel(NamedTuple):
 
 def panels(results: Results, row: Record) -> list[Panel]:
     """Return the moments of an episode, at least one for each turn."""
-    frames, turns = replay(results, row)
+    frames, turns = acted_out(evaluation_stage(results, row), row)
     texts = [" ".join(text.split()) for text, _ in turns]
-    found = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in moments(turns)]
-    return [*found[:-1], found[-1]._replace(end=outcome(row, row["success"]))]
+    moments = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in list_moments(turns)]
+    return [*moments[:-1], moments[-1]._replace(end=describe_end(row, row["success"]))]
 
 
-def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
+def animate(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
     """Return the animation: a row for each environment, a column for each checkpoint, one level after the other."""
-    shown = list(pictures(results, episodes(results, rows, checkpoints, levels), checkpoints))
+    shown = list(pictures(results, shown_episodes(results, rows, checkpoints, levels), checkpoints))
     if not shown:
-        raise UserError(f"There are no episodes of {', '.join(checkpoints)} to show: evaluate them with suites.envs.")
+        raise UserError(f"There are no episodes of {', '.join(checkpoints)}: evaluate them with suites.envs.")
     palette = shown[-1][0].quantize(64)
     first, *others = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture, _ in shown]
     out, pace = io.BytesIO(), [duration for _, duration in shown]
@@ -62,31 +62,31 @@ def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], le
     return out.getvalue()
 
 
-def episodes(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int) -> Episodes:
+def shown_episodes(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int) -> Episodes:
     """Return the rows of transcripts.jsonl that are shown, by environment, checkpoint and level."""
     return {
         (env, name, level): row
         for name in checkpoints
-        for env in figures(results, name)
+        for env in figures_by_env(results, name)
         for level, row in played(results, rows, name, env).items()
         if level < levels
     }
 
 
-def figures(results: Results, checkpoint: str) -> dict[str, Any]:
+def figures_by_env(results: Results, checkpoint: str) -> dict[str, Any]:
     """Return a checkpoint's figures by environment."""
     return results["checkpoints"][checkpoint].get("envs", {})
 
 
-def pictures(results: Results, found: Episodes, checkpoints: Sequence[str]) -> Iterator[tuple[Image.Image, int]]:
+def pictures(results: Results, episodes: Episodes, checkpoints: Sequence[str]) -> Iterator[tuple[Image.Image, int]]:
     """Draw every picture of the animation; yield it with its duration in milliseconds."""
-    names = list(dict.fromkeys(env for env, _, _ in found))
-    for level in sorted({number for _, _, number in found}):
+    names = list(dict.fromkeys(env for env, _, _ in episodes))
+    for level in sorted({number for _, _, number in episodes}):
         grid = {
-            (env, name): panels(results, found[env, name, level])
+            (env, name): panels(results, episodes[env, name, level])
             for env in names
             for name in checkpoints
-            if (env, name, level) in found
+            if (env, name, level) in episodes
         }
         steps = max(map(len, grid.values()))
         for step in range(steps):
@@ -114,19 +114,21 @@ def picture_of(
             picture.paste(frame, (x, y))
             for number, part in enumerate(wrapped(panel.text, small)):
                 canvas.text((x, y + SIDE + 4 + number * LINE), part, QUIET, small)
-            share = figures(results, name)[env]["success"]
+            share = figures_by_env(results, name)[env]["success"]
             canvas.text((x, y + SIDE + 6 + LINES * LINE), f"{share:.0%} of {env} levels", INK, small)
             colour = WON if panel.end == "solved" else LOST
             for number, part in enumerate(panel.end.split()):
                 canvas.text((x + SIDE + 6, y + 2 + number * LINE), part, colour, title)
-    setting = ", ".join(sorted({entry["setting"] for name in checkpoints for entry in figures(results, name).values()}))
+    setting = ", ".join(
+        sorted({entry["setting"] for name in checkpoints for entry in figures_by_env(results, name).values()})
+    )
     note = f"the first test levels, {setting}, seed {results['config']['seed']}, commit {results['commit'][:7]}"
     canvas.text((MARGIN, size[1] - 2 * LINE), note, QUIET, small)
     return picture
 
 
 def wrapped(text: str, face: ImageFont.FreeTypeFont) -> list[str]:
-    """Return at most LINES lines of WIDTH pixels; what does not fit is left out."""
+    """Return at most LINES lines of WIDTH pixels; the rest of the text is left out."""
     wide = int(WIDTH // face.getlength("m"))
     lines = [text[start : start + wide] for start in range(0, len(text), wide)]
     return lines if len(lines) <= LINES else [*lines[: LINES - 1], lines[LINES - 1][: wide - 3] + "..."]

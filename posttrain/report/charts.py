@@ -1,6 +1,6 @@
 """What does a line chart consist of?  Ticks, thinned lines and moving averages, which parts.html.j2 draws as SVG.
 
-charts.js adds what moves: values under the pointer and zoom.
+charts.js adds the values under the pointer and the zoom.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Chart(NamedTuple):
 
 
 def chart(title: str, series: dict[str, Line], alarms: Sequence[Record] = ()) -> Chart | None:
-    """Lay out a chart; lines of fewer than two points are left out, and None stands for a chart without lines."""
+    """Return a chart of the lines with at least two points; None if there are none."""
     series = {label: line for label, line in series.items() if len(line) > 1}
     if not series:
         return None

@@ -1,4 +1,4 @@
-"""Which run is better?  comparison.html: several runs side by side, a verdict, and where they differ most.
+"""Which run is better?  comparison.html: several runs side by side, a verdict, and the largest differences.
 
     posttrain report runs/quickstart runs/seed1              their last checkpoints
     posttrain report runs/quickstart:phase2 runs/quickstart  one checkpoint against another
@@ -14,44 +14,44 @@ from typing import Any
 
 from posttrain.report import training_log
 from posttrain.report.charts import Chart, chart
-from posttrain.report.episodes import Pictures, entry, evaluation_stage, with_pictures
-from posttrain.report.page import read
-from posttrain.report.rendering import DAMAGED, render
+from posttrain.report.episodes import Pictures, browser_row, evaluation_stage, with_pictures
+from posttrain.report.page import read_run
+from posttrain.report.rendering import DAMAGED, render_page
 from posttrain.report.tables import COLOURS, less_is_better, readable
-from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, not_compared, overall
+from posttrain.report.verdict import UNSEEN, Comparison, Model, compare_models, not_compared, overall
 from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
-MANY = 100_000  # items: more than anyone will measure
+MANY = 100_000  # items: more than anybody measures
 ITEMS = {"envs": "levels", "preferences": "pairs", "math": "questions", "recall": "questions", "repetition": "prompts"}
 
 
-def build(given: Sequence[str]) -> Path:
-    """Write comparison.html into the folder of the last run and return its path. given: RUN or RUN:CHECKPOINT."""
-    models = [open_model(each) for each in given]
+def build_comparison(runs: Sequence[str]) -> Path:
+    """Write comparison.html into the folder of the last run and return its path. runs: RUN or RUN:CHECKPOINT."""
+    models = [open_model(each) for each in runs]
     titles = [model.title for model in models]
     if len(set(titles)) < len(titles):
-        models = [model._replace(title=each) for model, each in zip(models, given, strict=True)]
+        models = [model._replace(title=each) for model, each in zip(models, runs, strict=True)]
     first, *others = models
     pictures = Pictures()
     try:
-        found = [compare(first, other) for other in others]
-        pairs, examples = differing(first, others, found, pictures)
-        html = render(
+        comparisons = [compare_models(first, other) for other in others]
+        pairs, examples = differing(first, others, comparisons, pictures)
+        html = render_page(
             "comparison.html.j2",
             "Which is better?",
             {"top": None, "pairs": pairs, "recorded": [], "pictures": pictures.coded},
             *("player.js", "viewer.js", "charts.js", "page.js"),
             titles=[model.title for model in models],
-            verdicts=verdicts(first, others, found),
+            verdicts=verdicts(first, others, comparisons),
             heads=[(model.title, COLOURS[(number + 1) % len(COLOURS)]) for number, model in enumerate(models)],
-            rows=side_by_side(found),
+            rows=comparison_rows(comparisons),
             examples=examples,
-            curves=curves(models),
+            curves=shared_curves(models),
         )
     except DAMAGED as error:
         raise UserError(
-            f"The files of these runs are damaged or not what evaluate_model.py writes (found {one_line(error)})."
+            f"The files of these runs are damaged or not what evaluate_model.py writes (comparisons {one_line(error)})."
             " Measure again: python evaluate_model.py output_dir=RUN --overwrite"
         ) from error
     path = models[-1].folder / "comparison.html"
@@ -59,13 +59,13 @@ def build(given: Sequence[str]) -> Path:
     return path
 
 
-def open_model(given: str) -> Model:
-    """Read a run: of runs/a the last checkpoint, of runs/a:phase2 that one."""
-    folder, name = Path(given), ""
-    if not folder.exists() and ":" in given:
-        place, _, name = given.rpartition(":")
+def open_model(run: str) -> Model:
+    """Read a run and its last checkpoint (runs/a), or another one (runs/a:phase2)."""
+    folder, name = Path(run), ""
+    if not folder.exists() and ":" in run:
+        place, _, name = run.rpartition(":")
         folder = Path(place)
-    results, rows = read(folder)
+    results, rows = read_run(folder)
     name = name or list(results["checkpoints"])[-1]
     if name not in results["checkpoints"]:
         raise UserError(
@@ -75,18 +75,18 @@ def open_model(given: str) -> Model:
 
 
 def verdicts(
-    first: Model, others: Sequence[Model], found: Sequence[list[Comparison]]
+    first: Model, others: Sequence[Model], comparisons: Sequence[list[Comparison]]
 ) -> list[tuple[str, str, str, list[str]]]:
-    """Return (title, verdict, the sentence that says so, what could not be compared) of each other model."""
-    pairs = zip(others, found, strict=True)
+    """Return (title, verdict, its sentence, figures that cannot be compared) of each other model."""
+    pairs = zip(others, comparisons, strict=True)
     return [(other.title, *overall(compared), not_compared(first, other, compared)) for other, compared in pairs]
 
 
-def side_by_side(found: Sequence[list[Comparison]]) -> list[tuple[str, list[str], list[Any]]]:
+def comparison_rows(comparisons: Sequence[list[Comparison]]) -> list[tuple[str, list[str], list[Any]]]:
     """Return rows of figures, with a cell for each model: its figure, the change against the first, and `needed`."""
     rows = []
-    for place in dict.fromkeys(_place(each) for compared in found for each in compared):
-        by_model = [next((each for each in compared if _place(each) == place), None) for compared in found]
+    for place in dict.fromkeys(_place(each) for compared in comparisons for each in compared):
+        by_model = [next((each for each in compared if _place(each) == place), None) for compared in comparisons]
         shown = next(each for each in by_model if each is not None)
         better = "lower is better" if less_is_better(shown.column.metric) else "higher is better"
         about = list(filter(None, (better, f"{shown.n} common items", shown.column.setting)))
@@ -100,24 +100,24 @@ def _place(compared: Comparison) -> tuple[str, str]:
 
 
 def needed(compared: Comparison) -> str:
-    """Return what it would take to tell a difference, where the verdict is that one cannot."""
+    """Return how many items would decide, if the verdict is `cannot tell`."""
     if compared.verdict != "cannot tell":
         return ""
     items, n = ITEMS[compared.column.suite], f"{compared.n:,}"
     if compared.needed == 0:
         return f": the same on all {n} {items}"
-    found = f"more than {MANY:,}" if compared.needed > MANY else f"about {compared.needed:,}"
+    count = f"more than {MANY:,}" if compared.needed > MANY else f"about {compared.needed:,}"
     if compared.change.value == 0:
-        return f": no difference seen; {found} {items} needed to tell one of {100 * UNSEEN:.0f} points, {n} compared"
-    return f": {found} {items} needed to tell this difference, {n} compared"
+        return f": no difference seen; {count} {items} needed to tell one of {100 * UNSEEN:.0f} points, {n} compared"
+    return f": {count} {items} needed to tell this difference, {n} compared"
 
 
 def differing(
-    first: Model, others: Sequence[Model], found: Sequence[list[Comparison]], pictures: Pictures
+    first: Model, others: Sequence[Model], comparisons: Sequence[list[Comparison]], pictures: Pictures
 ) -> tuple[list[list[Record]], list[tuple[str, range]]]:
     """Return pairs of episodes for page.js, and (title, their places) for each figure."""
     pairs, places = list[list[Record]](), []
-    for other, compared in zip(others, found, strict=True):
+    for other, compared in zip(others, comparisons, strict=True):
         for each in compared:
             if each.examples and each.column.suite != "preferences":
                 title = f"{each.column.title}: {first.title} and {other.title}"
@@ -130,24 +130,28 @@ def differing(
 
 
 def _shown(model: Model, row: Record, pictures: Pictures) -> Record:
-    found = with_pictures(row, evaluation_stage(model.results, row), pictures) if row["suite"] == "envs" else entry(row)
-    return found | {"at": f"{model.title}, {readable(found['env'])} {row['index']}"}
+    shown = (
+        with_pictures(row, evaluation_stage(model.results, row), pictures)
+        if row["suite"] == "envs"
+        else browser_row(row)
+    )
+    return shown | {"at": f"{model.title}, {readable(shown['env'])} {row['index']}"}
 
 
-def curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
-    """Return (phase, charts) of phases that have the same name, the runs in one picture; none for one run alone."""
+def shared_curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
+    """Return (phase, charts) of the phases of several runs, with all runs in each chart; [] for a single run."""
     runs = list({model.folder: model for model in models}.values())
     folders = [(model.folder.resolve().name, training_log.phase_folders(model.results, model.folder)) for model in runs]
-    found = []
+    phases = []
     for name in folders[0][1] if len(runs) > 1 else ():
         logs = {
             run: runlog.read_metrics(place / "metrics.jsonl") for run, places in folders if (place := places.get(name))
         }
         drawn = []
         for title, keys in training_log.CURVES:
-            by_run = {run: training_log.series(rows, keys) for run, rows in logs.items()}
-            lines = {f"{run}, {label}": line for run, found in by_run.items() for label, line in found.items()}
+            by_run = {run: training_log.curve_lines(rows, keys) for run, rows in logs.items()}
+            lines = {f"{run}, {label}": line for run, phases in by_run.items() for label, line in phases.items()}
             drawn.append(chart(title, lines))
         if any(drawn):
-            found.append((name, list(filter(None, drawn))))
-    return found
+            phases.append((name, list(filter(None, drawn))))
+    return phases

@@ -1,6 +1,6 @@
-"""What did an episode look like?  Played again from its transcript, as pictures and as a row for the browser.
+"""What did an episode look like?  It is played again from its transcript, as pictures and as a row for the browser.
 
-A row of any transcripts.jsonl has one form in the browser:
+Rows of every transcripts.jsonl have the same form in the browser:
 
     {"from": "phase3", "at": "level 4", "env": "frozen_lake", "won": true, "end": "solved", "reward": 1.0, "turns": 3,
      "length": 36, "invalid": 0, "facts": "...", "messages": [...], "actions": [["Up"], ...], "rewards": [0.0, ...],
@@ -26,8 +26,8 @@ from posttrain.types import Record
 
 SIDE = 208  # pixels
 FRAME, LAST_FRAME = 800, 2200  # milliseconds
-OUTCOMES = ("success", "accuracy")  # the keys that say whether an episode was won or an answer is right
-FACTS = (  # further keys of a row that are shown, and in which words
+OUTCOMES = ("success", "accuracy")  # keys: an episode was won, an answer is right
+FACTS = (  # further keys of a row, and how they are shown
     ("answer", "expected: {}"),
     ("setting", "setting “{}”"),
     ("group", "group {}"),
@@ -40,10 +40,10 @@ TOKEN_FIGURES = ("logprob", "entropy", "advantage", "loss")
 def frames_of(
     name: str, options: Mapping[str, Any], seed: int, reset_options: dict[str, Any], actions: Sequence[str]
 ) -> list[np.ndarray]:
-    """Play an episode again; return its pictures, the start and one per action, or [] where nothing can be drawn."""
+    """Play an episode again; return its pictures (the start and one per action), [] without a renderer."""
     import envs
 
-    # no module is imported because a file of results names it
+    # a results file must not choose a module to import
     if ":" in name or not envs.make(name, **options).has("render"):
         return []
     env = envs.make(name, **{**options, "render_mode": "rgb_array"})
@@ -56,7 +56,7 @@ def frames_of(
 
 
 class Stage(NamedTuple):
-    """Where an episode was played: Stage("frozen_lake", {"size": 4}, {"max_turns": 8}, 12, {"split": "test"})."""
+    """How an episode was set up: Stage("frozen_lake", {"size": 4}, {"max_turns": 8}, 12, {"split": "test"})."""
 
     name: str
     options: Mapping[str, Any]
@@ -66,14 +66,14 @@ class Stage(NamedTuple):
 
 
 def evaluation_stage(results: Results, row: Record) -> Stage:
-    """Return where an episode of the evaluator was played."""
+    """Return the stage of an episode of the evaluator."""
     suite = results["config"]["suites"]["envs"]
     name, options = _section(suite["envs"], row["part"])
     return Stage(name, options, suite["protocol"], row["seed"], {"split": suite["split"]})
 
 
 def training_stage(config: Record, row: Record) -> Stage:
-    """Return where an episode of phase 3 was played. config: its run_config.yaml."""
+    """Return the stage of an episode of phase 3. config: its run_config.yaml."""
     name, options = _section(config["envs"], row["env"])
     reset_options = {"split": "train", "noise_seed": row["noise_seed"]}
     return Stage(name, options, config["protocol"], row["level_seed"], reset_options)
@@ -84,23 +84,18 @@ def _section(envs: Sequence[Record], title: str) -> tuple[str, Mapping[str, Any]
 
 
 def played(results: Results, transcripts: Sequence[Record], name: str, env: str) -> dict[int, Record]:
-    """Return level -> a checkpoint's episode under the setting of the headline table, without those that crashed."""
+    """Return level -> a checkpoint's episode under the headline setting, without crashed ones."""
     setting = results["checkpoints"][name]["envs"][env]["setting"]
-    wanted = (name, "envs", env, setting)
+    place = (name, "envs", env, setting)
     return {
         row["index"]: row
         for row in transcripts
-        if (row["checkpoint"], row["suite"], row["part"], row["setting"]) == wanted and not row["crashed"]
+        if (row["checkpoint"], row["suite"], row["part"], row["setting"]) == place and not row["crashed"]
     }
 
 
-def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
-    """Play an episode of the evaluator again, as `acted_out` does."""
-    return acted_out(evaluation_stage(results, row), row)
-
-
 def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
-    """Return the pictures of `frames_of`, and the turns: (what the model wrote, the actions that followed from it).
+    """Return the pictures of `frames_of`, and the turns: (text of the model, its actions).
 
     Environments are deterministic: the level's seed and the actions give the episode that was played.
     """
@@ -109,17 +104,17 @@ def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[s
 
     env = make(stage.name, **stage.options)
     protocol = Protocol.of(env, **stage.protocol)
-    env.reset(seed=stage.seed, options=stage.reset_options)  # its list of actions may be of the level
+    env.reset(seed=stage.seed, options=stage.reset_options)  # the list of actions may depend on the level
     turns, left = [], list(row["actions"])
     for message in row["messages"]:
         if message["role"] == "assistant":
             taken = protocol.read(message["content"], env.actions).actions[: len(left)]
             if taken != left[: len(taken)]:
-                raise ValueError("the actions of a transcript do not follow from its text")
+                raise ValueError("the actions of a transcript do not match its text")
             del left[: len(taken)]
             turns.append((message["content"], taken))
     if left:
-        raise ValueError(f"{len(left)} actions of a transcript are in none of its turns")
+        raise ValueError(f"{len(left)} actions of a transcript belong to none of its turns")
     played = [action for _, taken in turns for action in taken]
     return frames_of(stage.name, stage.options, stage.seed, stage.reset_options, played), turns
 
@@ -142,7 +137,7 @@ def _picture(frame: np.ndarray) -> Any:
 
 
 def gif(frames: Sequence[np.ndarray]) -> bytes:
-    """Encode an endless animation that rests on its last frame."""
+    """Encode an endless animation with a longer last frame."""
     pictures = [_picture(frame) for frame in frames]
     out, pace = io.BytesIO(), [FRAME] * (len(pictures) - 1) + [LAST_FRAME]
     pictures[0].save(out, "GIF", save_all=True, append_images=pictures[1:], duration=pace, loop=0, optimize=True)
@@ -153,13 +148,14 @@ def gif(frames: Sequence[np.ndarray]) -> bytes:
 
 
 class Pictures:
-    """The pictures of a page, each kept and encoded once."""
+    """The pictures of a page, each encoded once."""
 
     def __init__(self) -> None:
         self.found: dict[bytes, int] = {}  # digest of a picture -> its place
         self.coded: list[str] = []
 
     def add(self, frames: Iterable[np.ndarray]) -> list[int]:
+        """Add pictures; return their places."""
         places = []
         for frame in frames:
             digest = hashlib.sha256(repr(frame.shape).encode() + frame.tobytes()).digest()
@@ -170,8 +166,8 @@ class Pictures:
         return places
 
 
-def entry(row: Record) -> Record:
-    """Return a row of a transcripts.jsonl in the browser's form; null where it lacks a value."""
+def browser_row(row: Record) -> Record:
+    """Return a row of a transcripts.jsonl in the browser's form; missing values are None."""
     messages = _messages(row)
     turns = sum(message["role"] == "assistant" for message in messages)
     rewards, penalties = row.get("turn_rewards"), row.get("turn_penalties")
@@ -185,12 +181,12 @@ def entry(row: Record) -> Record:
     if tokens is not None:
         length = sum(value is not None for turn in tokens for value in turn["logprob"])
     won = next((bool(row[key]) for key in OUTCOMES if key in row), None)
-    found = {
+    shown = {
         "from": str(row.get("checkpoint", f"step {row['step']}" if "step" in row else "")) or None,
         "at": f"level {row['index']}" if "level" in row else f"item {row['index']}" if "index" in row else "",
         "env": str(row.get("env") or ", ".join(filter(None, (row.get("suite"), row.get("part")))) or "episode"),
         "won": won,
-        "end": outcome(row, won),
+        "end": describe_end(row, won),
         "reward": _number(reward),
         "turns": turns,
         "length": length if isinstance(length, int) else None,
@@ -202,36 +198,36 @@ def entry(row: Record) -> Record:
         "tokens": tokens,
         "moments": [[turn, 0] for turn in range(turns)] if turns > 1 else [],
     }
-    if reward is not None and found["reward"] is None:
-        found["facts"] = " · ".join(filter(None, (found["facts"], "the reward is not a finite number")))
-    found["at"] = " ".join(filter(None, (found["from"], found["at"]))) or found["env"]
-    return found
+    if reward is not None and shown["reward"] is None:
+        shown["facts"] = " · ".join(filter(None, (shown["facts"], "the reward is not a finite number")))
+    shown["at"] = " ".join(filter(None, (shown["from"], shown["at"]))) or shown["env"]
+    return shown
 
 
 def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
-    """Return the entry of an episode, with pictures where its environment can be drawn."""
-    found = entry(row)
-    if row.get("crashed") or ":" in stage.name:  # no module is imported because a file of results names it
-        return found
+    """Return the row of an episode for the browser, with pictures if its environment has them."""
+    shown = browser_row(row)
+    if row.get("crashed") or ":" in stage.name:  # a results file must not choose a module to import
+        return shown
     frames, turns = acted_out(stage, row)
-    found["actions"] = [taken for _, taken in turns]
+    shown["actions"] = [taken for _, taken in turns]
     if frames:
-        found["frames"], found["moments"] = pictures.add(frames), moments(turns)
-    return found
+        shown["frames"], shown["moments"] = pictures.add(frames), list_moments(turns)
+    return shown
 
 
-def moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]]:
+def list_moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]]:
     """Return (turn, picture) of each step: the start, then one per action, and one for a turn without actions."""
-    found, picture = [(-1, 0)], 0
+    moments, picture = [(-1, 0)], 0
     for number, (_, actions) in enumerate(turns):
         for _ in range(max(1, len(actions))):
             picture += bool(actions)
-            found.append((number, picture))
-    return found
+            moments.append((number, picture))
+    return moments
 
 
 def _messages(row: Record) -> list[Record]:
-    """Return the conversation, with an answer that is kept beside it, or with both answers of a preference pair."""
+    """Return the messages and the answer of a row, or both answers of a preference pair."""
     if "chosen" in row and "rejected" in row:
         pair = [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in
                 (row["chosen"], row["rejected"])]  # fmt: skip
@@ -243,16 +239,18 @@ def _messages(row: Record) -> list[Record]:
 
 
 def _tokens(row: Record, turns: int) -> list[Record] | None:
-    found = row.get("tokens")
-    if not isinstance(found, list) or len(found) != turns:
+    turns_shown = row.get("tokens")
+    if not isinstance(turns_shown, list) or len(turns_shown) != turns:
         return None
-    if any(len(turn[figure]) != len(turn["text"]) for turn in found for figure in TOKEN_FIGURES):
+    if any(len(turn[figure]) != len(turn["text"]) for turn in turns_shown for figure in TOKEN_FIGURES):
         return None
-    return [{"text": list(map(str, turn["text"]))} | {k: _numbers(turn[k]) for k in TOKEN_FIGURES} for turn in found]
+    return [
+        {"text": list(map(str, turn["text"]))} | {k: _numbers(turn[k]) for k in TOKEN_FIGURES} for turn in turns_shown
+    ]
 
 
-def outcome(row: Record, won: bool | None) -> str:
-    """Return in a word or two how an episode or an answer ended: solved, hole, crashed, right."""
+def describe_end(row: Record, won: bool | None) -> str:
+    """Return how an episode or an answer ended: solved, hole, crashed, right."""
     if row.get("crashed"):
         return "crashed"
     if won is None:
@@ -263,12 +261,12 @@ def outcome(row: Record, won: bool | None) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Return None for what is not a finite number: a browser could neither read nor draw it."""
+    """Return a number; None if it is not finite, since a browser cannot read it."""
     return value if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def _sum(values: Iterable[Any]) -> float:
-    """Return the sum, infinite where an integer is beyond any float."""
+    """Return the sum; infinity if an integer is larger than any float."""
     try:
         return sum(values)
     except OverflowError:
@@ -279,10 +277,10 @@ def _numbers(values: Any) -> list[float | None] | None:
     return list(map(_number, values)) if isinstance(values, list) else None
 
 
-def finite(data: Any) -> Any:
-    """Return the data with None for each number that is not finite, as token_figures.py writes them."""
+def without_infinite(data: Any) -> Any:
+    """Return the data with None for each number that is not finite."""
     if isinstance(data, dict):
-        return {key: finite(value) for key, value in data.items()}
+        return {key: without_infinite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [finite(value) for value in data]
+        return [without_infinite(value) for value in data]
     return _number(data) if isinstance(data, float) else data

@@ -1,4 +1,4 @@
-"""What does a person see first?  report.html, section by section, and transcripts.html, from the files of a run."""
+"""Which pages does a run get?  report.html, transcripts.html and results.md, from the files of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from posttrain import files
 from posttrain.report import sections, tables, training_log, verdict
 from posttrain.report.episodes import Pictures
-from posttrain.report.rendering import DAMAGED, TEMPLATES, render
+from posttrain.report.rendering import DAMAGED, TEMPLATES, render_page
 from posttrain.report.tables import NOT_ASKED, Results, percent, readable, span
 from posttrain.types import Record, UserError, one_line
 
@@ -19,12 +19,12 @@ OPEN = ("phases", "results")  # sections that are not folded
 def build(folder: Path) -> Path:
     """Write report.html beside results.json and return its path."""
     folder = Path(folder)
-    results, transcripts = read(folder)
+    results, transcripts = read_run(folder)
     name, pictures = folder.resolve().name, Pictures()
     try:
         top = sections.first_levels(results, transcripts, pictures)
         shown, episodes = _sections(results, transcripts, folder, pictures)
-        html = render(
+        html = render_page(
             "report.html.j2",
             f"{name}: what each phase changed",
             {"top": top, **episodes, "pictures": pictures.coded},
@@ -47,20 +47,22 @@ def build(folder: Path) -> Path:
 def build_transcripts(file: Path) -> Path:
     """Write transcripts.html beside a transcripts.jsonl, with its name, and return its path.
 
-    Episodes are played again where a run_config.yaml or results.json beside the file says how.
+    Episodes are played again if a run_config.yaml or results.json is beside the file.
     """
     if not file.is_file():
         raise UserError(f"There is no file {file}. Name a transcripts.jsonl of phase 3 or of evaluate_model.py.")
     pictures = Pictures()
-    found = training_log.recorded(file, pictures)
-    if not found:
-        raise UserError(f"{file} does not hold a whole row, so there is no episode to show.")
+    rows = training_log.recorded(file, pictures)
+    if not rows:
+        raise UserError(f"{file} does not hold a complete row.")
     folder = file.resolve().parent.name
-    data = {"rows": found, "pictures": pictures.coded}
+    data = {"rows": rows, "pictures": pictures.coded}
     scripts = ("player.js", "viewer.js", "transcripts.js")
-    page = {"folder": folder, "file": file.name, "count": len(found)}
+    page = {"folder": folder, "file": file.name, "count": len(rows)}
     path = file.with_suffix(".html")
-    path.write_text(render("transcripts.html.j2", f"{folder}: transcripts", data, *scripts, **page), encoding="utf-8")
+    path.write_text(
+        render_page("transcripts.html.j2", f"{folder}: transcripts", data, *scripts, **page), encoding="utf-8"
+    )
     return path
 
 
@@ -94,12 +96,12 @@ def markdown(results: Results) -> str:
     return text.strip()
 
 
-def _player(name: str, found: Record) -> list[str]:
-    success = percent(found["success"])
-    if "low" in found:
-        success += f" ({span(tables.figure_of(found, 'success'))})"
-    counts = ", ".join(f"{word} {count}" for word, count in found.get("failures", {}).items())
-    return [name, success, f"{found['return']:.2f}" if "return" in found else "", counts]
+def _player(name: str, figures: Record) -> list[str]:
+    success = percent(figures["success"])
+    if "low" in figures:
+        success += f" ({span(tables.figure_of(figures, 'success'))})"
+    counts = ", ".join(f"{word} {count}" for word, count in figures.get("failures", {}).items())
+    return [name, success, f"{figures['return']:.2f}" if "return" in figures else "", counts]
 
 
 def _sections(
@@ -107,15 +109,15 @@ def _sections(
 ) -> tuple[list[tuple[str, str, Any]], Record]:
     """Return (title, macro of sections.html.j2, what it shows) of each section, and the episodes for page.js.
 
-    A section that has nothing to show is left out.
+    The page leaves out a section without content.
     """
     folders = training_log.phase_folders(results, folder)
     steps = verdict.steps(folder, results, transcripts)
-    same_level, pairs = sections.levels(results, transcripts, pictures)
-    recorded = training_log.episodes(folders, pictures)
+    same_level, pairs = sections.level_pairs(results, transcripts, pictures)
+    recorded = training_log.recorded_episodes(folders, pictures)
     shown = [
         ("In one sentence each", "phases", sections.phases(steps)),
-        ("Results", "results", sections.headline(results, steps)),
+        ("Results", "results", sections.headline_table(results, steps)),
         ("Goals", "goals", results.get("goals")),
         ("The environments, beside other players", "environments", sections.environments(results)),
         ("The same level, before and after", "levels", same_level),
@@ -133,14 +135,11 @@ def _sections(
     return shown, {"pairs": pairs, "recorded": recorded}
 
 
-def read(folder: Path) -> tuple[Results, list[Record]]:
-    """Return results.json and transcripts.jsonl; UserError where they are not what the evaluator writes."""
+def read_run(folder: Path) -> tuple[Results, list[Record]]:
+    """Return results.json and transcripts.jsonl; UserError if they are not files of the evaluator."""
     for file in (folder / "results.json", folder / "transcripts.jsonl"):
         if not file.is_file():
-            raise UserError(
-                f"{file} does not exist, so there is nothing to report. `python evaluate_model.py "
-                f"output_dir={folder}` writes it."
-            )
+            raise UserError(f"{file} does not exist. `python evaluate_model.py output_dir={folder}` writes it.")
     remedy = f"Measure again: python evaluate_model.py output_dir={folder} --overwrite"
     results = files.read_json(folder / "results.json", remedy)
     transcripts = files.read_json_lines(folder / "transcripts.jsonl", remedy, appended=False)

@@ -1,4 +1,4 @@
-"""What do the sections of report.html show?  The values that the macros of templates/sections.html.j2 write."""
+"""What do the sections of report.html show?  The values for the macros of templates/sections.html.j2."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from posttrain.report.tables import Column, Results, percent, readable
 from posttrain.report.verdict import Comparison
 from posttrain.types import Record
 
-LEVELS = 4  # shown of each kind in each environment, the first one at once and the others on request
-ON_TOP = {"base": "base model", "phase2": "SFT + DPO", "phase3": "SFT + DPO + RL"}  # where checkpoints are called so
+LEVELS = 4  # of each kind in each environment; only the first is unfolded
+ON_TOP = {
+    "base": "base model",
+    "phase2": "SFT + DPO",
+    "phase3": "SFT + DPO + RL",
+}  # if the checkpoints have these names
 SAMPLES = 2  # prompts shown of each part
 SHOWN_CHARACTERS = 420  # of one answer
 OPENING_CHARACTERS = 160  # of an answer, shown before it is unfolded
@@ -25,8 +29,8 @@ Steps = Mapping[tuple[str, str], Sequence[Comparison]]  # each checkpoint agains
 
 
 def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Return (new, old, [(verdict, figures)]): what each phase made better or worse, and where one cannot tell."""
-    found = []
+    """Return (new, old, [(verdict, figures)]): the figures that each phase changed, and the undecided ones."""
+    phases_changed = []
     for (old, new), compared in steps.items():
         words: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
         for each in compared:
@@ -39,22 +43,22 @@ def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
                     before, after = map(percent, part.values)
                     words[kind].append(f"{title}: {part.title} ({before} → {after})")
         if any(words.values()):
-            found.append((new, old, [(kind, listed(titles)) for kind, titles in words.items() if titles]))
-    return found
+            phases_changed.append((new, old, [(kind, join_words(titles)) for kind, titles in words.items() if titles]))
+    return phases_changed
 
 
-def listed(words: list[str]) -> str:
+def join_words(words: list[str]) -> str:
     """Return a, b and c."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def headline(results: Results, steps: Steps) -> Record:
+def headline_table(results: Results, steps: Steps) -> Record:
     """Return the headline table, the checkpoints that could not be measured, and math by kind of problem."""
     entries = results["checkpoints"]
     rows = []
     for column in tables.columns(results):
         figures = {name: column.get(entry) for name, entry in entries.items()}
-        cells = [figure and (figure, change(steps, name, column), "") for name, figure in figures.items()]
+        cells = [figure and (figure, change_since_last(steps, name, column), "") for name, figure in figures.items()]
         rows.append((column.title, about(results, column), cells))
     return {
         "heads": [(name, tables.colour(results, name)) for name in entries],
@@ -65,7 +69,7 @@ def headline(results: Results, steps: Steps) -> Record:
 
 
 def about(results: Results, column: Column) -> list[str]:
-    """Return what a figure is, which way is better, how many items it is of, and how they were sampled."""
+    """Return a figure's note, its better direction, the number of items and the sampling setting."""
     found = column.found(next(entry for entry in results["checkpoints"].values() if column.suite in entry))
     note = "levels solved" if column.suite == "envs" else column.note.removesuffix(", lower is better")
     better = "lower is better" if tables.less_is_better(column.metric) else "higher is better"
@@ -74,19 +78,19 @@ def about(results: Results, column: Column) -> list[str]:
 
 
 def setting_of(name: str) -> str:
-    """Return what a column says of its sampling setting; `greedy` samples nothing."""
+    """Return a sampling setting in words; `greedy` does not sample."""
     return "greedy" if name == "greedy" else f"sampling setting “{name}”"
 
 
-def change(steps: Steps, name: str, column: Column) -> Comparison | None:
+def change_since_last(steps: Steps, name: str, column: Column) -> Comparison | None:
     """Return how a figure changed since the checkpoint before."""
-    compared = (each for (_, new), found in steps.items() if new == name for each in found)
+    compared = (each for (_, new), comparisons in steps.items() if new == name for each in comparisons)
     return next((each for each in compared if each.column == column), None)
 
 
 def math_parts(results: Results) -> list[tuple[str, list[str], list[tuple[str, list[tuple[str, Interval, Any]]]]]]:
     """Return (source, parts, [(checkpoint, [(part, figure, n)])]) of each source of math that has several parts."""
-    found = []
+    tables_by_source = []
     for source, first in next(iter(results["checkpoints"].values())).get("math", {}).items():
         if len(first["parts"]) < 2:
             continue
@@ -97,8 +101,8 @@ def math_parts(results: Results) -> list[tuple[str, list[str], list[tuple[str, l
             rows.append(
                 (name, [(_spaced(part), tables.figure_of(one, "accuracy"), one["n"]) for part, one in by_part.items()])
             )
-        found.append((tables.math_title(source), [*map(_spaced, first["parts"]), "together"], rows))
-    return found
+        tables_by_source.append((tables.math_title(source), [*map(_spaced, first["parts"]), "together"], rows))
+    return tables_by_source
 
 
 def _spaced(name: str) -> str:
@@ -107,7 +111,7 @@ def _spaced(name: str) -> str:
 
 def environments(results: Results) -> list[tuple[Any, ...]]:
     """Return (title, episodes, levels, setting, players, checkpoints), the last two as (name, success, note)."""
-    found = []
+    rows = []
     for env, players in results["baselines"].items():
         entries = {name: entry["envs"][env] for name, entry in results["checkpoints"].items()}
         others = [(name, tables.figure_of(one, "success"), failures(one)) for name, one in players.items()]
@@ -118,12 +122,13 @@ def environments(results: Results) -> list[tuple[Any, ...]]:
             ours.append((name, tables.figure_of(one, "success"), ", ".join(filter(None, notes))))
         first = next(iter(entries.values()))
         setting = setting_of(first["setting"])
-        found.append((readable(env), first["episodes"], first["levels"], setting, others, ours))
-    return found
+        rows.append((readable(env), first["episodes"], first["levels"], setting, others, ours))
+    return rows
 
 
-def failures(found: Record) -> str:
-    return ", ".join(f"{word} {percent(n / found['episodes'])}" for word, n in found.get("failures", {}).items())
+def failures(entry: Record) -> str:
+    """Return `hole 12 %, ...`."""
+    return ", ".join(f"{word} {percent(n / entry['episodes'])}" for word, n in entry.get("failures", {}).items())
 
 
 def differences(results: Results) -> Record:
@@ -143,6 +148,7 @@ def differences(results: Results) -> Record:
 
 
 def is_headline(results: Results, difference: Record) -> bool:
+    """Return whether a difference is under the setting of the headline table."""
     entry = results["checkpoints"][difference["to"]][difference["suite"]]
     if difference["suite"] == "envs":
         entry = entry[difference["part"]]
@@ -154,12 +160,13 @@ def is_headline(results: Results, difference: Record) -> bool:
 # ------------------------------------------------------------------------------------------- levels, before and after
 
 
-def shown(results: Results, row: Record, pictures: Pictures) -> Record:
+def play_again(results: Results, row: Record, pictures: Pictures) -> Record:
+    """Return the row of an evaluated episode for the browser, with pictures."""
     return with_pictures(row, evaluation_stage(results, row), pictures)
 
 
 def first_levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) -> Record | None:
-    """Return the first test levels, as the model played them before and after: data for page.js."""
+    """Return the first test levels as the checkpoints played them: data for page.js."""
     names = list(results["checkpoints"])
     columns = [name for name in ON_TOP if name in names]
     if len(columns) < 2:
@@ -168,17 +175,19 @@ def first_levels(results: Results, transcripts: Sequence[Record], pictures: Pict
     for env in results["baselines"]:
         by_column = [played(results, transcripts, name, env) for name in columns]
         levels = sorted(set.intersection(*map(set, by_column)))[:LEVELS]
-        cells = [[shown(results, found[level], pictures) for level in levels] for found in by_column]
+        cells = [[play_again(results, found[level], pictures) for level in levels] for found in by_column]
         if levels and any("frames" in cell for column in cells for cell in column):
             shares = [percent(results["checkpoints"][name]["envs"][env]["success"]) for name in columns]
             rows.append({"title": readable(env), "shares": shares, "cells": cells})
     return {"columns": [ON_TOP.get(name, name) for name in columns], "rows": rows} if rows else None
 
 
-def levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) -> tuple[Record, list[list[Record]]]:
-    """Return how many levels the last two checkpoints solved, together and alone, with some of each kind.
+def level_pairs(
+    results: Results, transcripts: Sequence[Record], pictures: Pictures
+) -> tuple[Record, list[list[Record]]]:
+    """Return how many levels both, one or none of the last two checkpoints solved, and pairs of episodes.
 
-    The second value holds pairs of episodes; the first names their places in it.
+    The first value refers to the pairs by their places.
     """
     envs, pairs = [], list[list[Record]]()
     names = list(results["checkpoints"])[-2:]
@@ -197,7 +206,7 @@ def levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) 
         for title, numbers in list(kinds.values())[:3]:
             few = numbers[:LEVELS]
             blocks.append((title, [(number, len(pairs) + place) for place, number in enumerate(few)]))
-            pairs += [[shown(results, side[number], pictures) for side in (before, after)] for number in few]
+            pairs += [[play_again(results, side[number], pictures) for side in (before, after)] for number in few]
         envs.append((readable(env), sum(len(numbers) for _, numbers in kinds.values()), counts, blocks))
     return ({"before": names[0], "after": names[1], "envs": envs} if envs else {}), pairs
 
@@ -207,38 +216,38 @@ def levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) 
 
 def answers(results: Results, transcripts: Sequence[Record]) -> list[tuple[Any, ...]]:
     """Return (title, prompt, expected answer, [(row, opening, rest)]) of the first prompts of each part."""
-    found = []
+    samples = []
     for suite, title in (("math", "Math"), ("recall", "Recall"), ("repetition", "Open question")):
         entry = next(iter(results["checkpoints"].values())).get(suite)
         entry = next(iter(entry.values())) if entry and suite == "math" else entry
-        asked: dict[tuple[str, int], list[Record]] = {}
+        rows_by_item: dict[tuple[str, int], list[Record]] = {}
         for row in transcripts:
             if row["suite"] == suite and entry and row["setting"] == entry["setting"] and row["index"] < SAMPLES:
-                asked.setdefault((row["part"], row["index"]), []).append(row)
-        for (part, _), rows in asked.items():
+                rows_by_item.setdefault((row["part"], row["index"]), []).append(row)
+        for (part, _), rows in rows_by_item.items():
             words = f"{title}, {_spaced(part)}" if part else title
-            given = [(row, *folded(cut(row["text"]))) for row in rows]
-            found.append((words, rows[0]["messages"], rows[0].get("answer"), given))
-    return found
+            answers_shown = [(row, *folded(shorten(row["text"]))) for row in rows]
+            samples.append((words, rows[0]["messages"], rows[0].get("answer"), answers_shown))
+    return samples
 
 
-def cut(words: str) -> str:
-    """Return the beginning of a long text; line breaks become a sign, since some models write a page of them."""
+def shorten(words: str) -> str:
+    """Return the beginning of a long text with visible line breaks, since some models write a page of them."""
     words = words.replace("\n", " ↵ ")
     return words if len(words) <= SHOWN_CHARACTERS else words[:SHOWN_CHARACTERS] + " …"
 
 
 def folded(words: str) -> tuple[str, str]:
-    """Return a text and what of it is unfolded on request: long answers of an untrained model would fill the page."""
+    """Return the visible beginning of a text and its folded rest."""
     return words[:OPENING_CHARACTERS], words[OPENING_CHARACTERS:]
 
 
 def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
-    """Return (purpose, command) of what a reader would type next, ready to copy."""
+    """Return (purpose, command) of the next commands, ready to copy."""
     places = [results["config"]["checkpoints"][name] for name in results["checkpoints"]]
     local = [place for place in places if isinstance(place, str)]  # the others are endpoints
     chat = command("inference_with_improved_settings")
-    if results["config"].get("goals"):  # those of the quickstart, whose models want other presets
+    if results["config"].get("goals"):  # the models of the quickstart need other presets
         chat += " --config configs/quickstart/chat.yaml"
     chat += f" {shlex.quote(f'model.name_or_path={local[-1]}' if local else 'model.name_or_path=MODEL')}"
     beside = f" --beside {shlex.quote(local[-2])}" if len(local) > 1 else ""
@@ -255,7 +264,7 @@ def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
 
 
 def provenance(results: Results) -> dict[str, Any]:
-    """Return how the figures came about, fact by fact."""
+    """Return how the figures were measured."""
     config = results["config"]
     knobs = ("temperature", "top_k", "top_p", "repetition_penalty")
     return {

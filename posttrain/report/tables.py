@@ -1,4 +1,4 @@
-"""Which figures does results.json hold, and how are they written?  Columns, formats, terminal and plots."""
+"""Which figures does results.json hold, and how are they shown?  Columns, formats, terminal table and plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ Results = dict[str, Any]  # results.json as evaluate_model.py writes it
 
 MATH_TITLES = {"embedded": "Math (toy sums)", "gsm8k": "GSM8K", "math500": "MATH-500"}
 NOT_ASKED = "not asked"
-BENCHMARKS = "Tasks of lm-evaluation-harness, measured by themselves: no pairs, and other prompts than those above."
+BENCHMARKS = (
+    "Tasks of lm-evaluation-harness, measured separately: without pairs, and with other prompts than those above."
+)
 COLOURS = ("#8b8f98", "#2f7fd1", "#d9822b", "#1f9d6b", "#a45bd1", "#c94f6d")  # one per checkpoint, in order
 
 
@@ -24,17 +26,17 @@ COLOURS = ("#8b8f98", "#2f7fd1", "#d9822b", "#1f9d6b", "#a45bd1", "#c94f6d")  # 
 
 @dataclass(frozen=True)
 class Column:
-    """Column("GSM8K", "answers right", "math", "gsm8k", "accuracy", "greedy"): a figure of every checkpoint."""
+    """A figure of every checkpoint: Column("GSM8K", "answers right", "math", "gsm8k", "accuracy", "greedy")."""
 
     title: str
     note: str
     suite: str
-    part: str  # the environment, or where the questions of math come from
+    part: str  # the environment, or the source of math questions
     metric: str
     setting: str
 
     def get(self, entry: Record) -> Interval | None:
-        """Return the figure from a checkpoint's part of results.json; None where this suite is not asked."""
+        """Return the figure from a checkpoint's part of results.json; None if its suite was not measured."""
         return figure_of(self.found(entry), self.metric) if self.suite in entry else None
 
     def found(self, entry: Record) -> Record:
@@ -45,23 +47,23 @@ class Column:
 def columns(results: Results) -> list[Column]:
     """Return the headline figures that this run has, in the order of the phases."""
     first: Record = {}
-    for entry in results["checkpoints"].values():  # an endpoint is not asked every suite
+    for entry in results["checkpoints"].values():  # an endpoint does not have every suite
         first = entry | first
 
-    found = []
+    shown = []
     for source, entry in first.get("math", {}).items():
-        found.append(Column(math_title(source), "answers right", "math", source, "accuracy", entry["setting"]))
+        shown.append(Column(math_title(source), "answers right", "math", source, "accuracy", entry["setting"]))
     for suite, title, note, metric in (
         ("recall", "Recall", "earlier turns remembered", "accuracy"),
         ("preferences", "Preferences", "ranking accuracy: pairs whose chosen answer is likelier", "accuracy"),
         ("repetition", "Repetition", "repeated 4-grams, lower is better", "seq_rep_4"),
     ):
         if suite in first:
-            found.append(Column(title, note, suite, "", metric, first[suite].get("setting", "")))
+            shown.append(Column(title, note, suite, "", metric, first[suite].get("setting", "")))
     for env, entry in first.get("envs", {}).items():
         note = f"success in {entry['episodes']} episodes"
-        found.append(Column(readable(env), note, "envs", env, "success", entry["setting"]))
-    return found
+        shown.append(Column(readable(env), note, "envs", env, "success", entry["setting"]))
+    return shown
 
 
 def math_title(source: str) -> str:
@@ -69,12 +71,13 @@ def math_title(source: str) -> str:
     return MATH_TITLES.get(source, f"Math ({source})")
 
 
-def figure_of(found: Record, key: str) -> Interval:
-    """Return a value of results.json with its interval; one without, such as an optimum, is its own interval."""
-    return Interval(found[key], found.get("low", found[key]), found.get("high", found[key]))
+def figure_of(entry: Record, key: str) -> Interval:
+    """Return a value of results.json with its interval; the value itself if it has none, as an optimum."""
+    return Interval(entry[key], entry.get("low", entry[key]), entry.get("high", entry[key]))
 
 
 def less_is_better(metric: str) -> bool:
+    """Return whether a smaller value of a metric is better."""
     return metric in ("equal_length", "seq_rep_4", "seq_rep_4_first", "failed", "never_stops")
 
 
@@ -84,10 +87,12 @@ def readable(name: str) -> str:
 
 
 def percent(value: float) -> str:
+    """Return a share as `54 %` or `2.3 %`."""
     return f"{100 * value:.0f} %" if abs(value) >= 0.095 or value == 0 else f"{100 * value:.1f} %"
 
 
 def span(figure: Interval) -> str:
+    """Return an interval of a share in percent: `48 to 60`."""
     return f"{100 * figure.low:.0f} to {100 * figure.high:.0f}"
 
 
@@ -102,7 +107,7 @@ def points_span(change: Interval) -> str:
 
 
 def what(difference: Record) -> str:
-    """Say which figure a difference is about: `GSM8K: accuracy`, `Math, unseen operands: accuracy`."""
+    """Return the title of a difference's figure: `GSM8K: accuracy`, `Math, unseen operands: accuracy`."""
     if difference["suite"] == "preferences" and difference["metric"] == "accuracy":
         return "Preferences: ranking accuracy"
     part = difference["part"].replace("_", " ")
@@ -123,10 +128,10 @@ def every_setting(results: Results) -> Iterator[tuple[str, str, str, Interval, i
     """Yield (checkpoint, which figure, sampling setting, figure, n) for all of them."""
     for name, entry in results["checkpoints"].items():
         for suite, figures in entry.items():
-            for part, found in figures.items() if suite in ("math", "envs") else [("", figures)]:
+            for part, entry_of_part in figures.items() if suite in ("math", "envs") else [("", figures)]:
                 key = {"envs": "success", "repetition": "seq_rep_4"}.get(suite, "accuracy")
                 title = math_title(part) if suite == "math" else readable(part or suite)
-                for setting, one in found.get("settings", {"": found}).items():
+                for setting, one in entry_of_part.get("settings", {"": entry_of_part}).items():
                     yield name, title, setting, figure_of(one, key), one.get("n", one.get("episodes"))
                     parts = one.get("parts", {})
                     for section, inner in parts.items() if len(parts) > 1 else ():
@@ -135,7 +140,7 @@ def every_setting(results: Results) -> Iterator[tuple[str, str, str, Interval, i
 
 
 class Benchmark(NamedTuple):
-    """A figure of lm-evaluation-harness, in words: what was asked, how, and what came of it."""
+    """A figure of lm-evaluation-harness, as text."""
 
     checkpoint: str
     task: str
@@ -147,24 +152,24 @@ class Benchmark(NamedTuple):
 
 
 def benchmark_rows(results: Results) -> Iterator[Benchmark]:
-    """Yield each metric of each standard benchmark that posttrain.evaluation.harness has put into results.json."""
+    """Yield each metric of each standard benchmark in results.json."""
     for name, measured in results.get("benchmarks", {}).items():
         for task, entry in measured["tasks"].items():
             how = f"{how_asked(entry)}, lm-eval {entry['harness']}"
-            for found in entry["metrics"]:
-                metric = found["metric"] + (f" ({found['filter']})" if found["filter"] != "none" else "")
-                figure = "none" if found["value"] is None else f"{found['value']:.4g}"
-                figure += "" if found["stderr"] is None else f" ± {found['stderr']:.2g}"
-                yield Benchmark(name, task, str(entry["version"]), metric, figure, asked(entry), how)
+            for value in entry["metrics"]:
+                metric = value["metric"] + (f" ({value['filter']})" if value["filter"] != "none" else "")
+                figure = "none" if value["value"] is None else f"{value['value']:.4g}"
+                figure += "" if value["stderr"] is None else f" ± {value['stderr']:.2g}"
+                yield Benchmark(name, task, str(entry["version"]), metric, figure, items_asked(entry), how)
 
 
-def asked(entry: Record) -> str:
-    """Return how many items of a benchmark were asked: 1319, or 50 of 1319."""
+def items_asked(entry: Record) -> str:
+    """Return the number of items of a benchmark: 1319, or 50 of 1319."""
     return str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
 
 
 def how_asked(entry: Record) -> str:
-    """Return how a benchmark was asked: 5 examples, chat template, bfloat16."""
+    """Return the prompt format and dtype of a benchmark: 5 examples, chat template, bfloat16."""
     examples = "" if entry["fewshot"] is None else f"{entry['fewshot']} examples"
     template = "chat template" if entry["chat_template"] else "plain text"
     return ", ".join(filter(None, (examples, template, entry.get("dtype"))))
@@ -206,8 +211,8 @@ def plots(results: Results, folder: Path) -> None:
     figure, axes = pyplot.subplots(1, len(shown), figsize=(2.6 * len(shown) + 0.6, 3.2), squeeze=False)
     for axis, column in zip(axes[0], shown, strict=True):
         for place, (name, entry) in enumerate(entries.items()):
-            if found := column.get(entry):
-                _error_bar(axis, place, found, colour(results, name))
+            if value_shown := column.get(entry):
+                _error_bar(axis, place, value_shown, colour(results, name))
         axis.set_xticks(range(len(entries)), entries, rotation=30, ha="right")
         axis.set_title(f"{column.title}\n{column.note}", fontsize=9)
         _percent_axis(axis)
@@ -252,4 +257,5 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def colour(results: Results, checkpoint: str) -> str:
+    """Return the colour of a checkpoint."""
     return COLOURS[list(results["config"]["checkpoints"]).index(checkpoint) % len(COLOURS)]

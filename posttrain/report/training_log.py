@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from posttrain import files
 from posttrain.config import parse_yaml
 from posttrain.report import charts
 from posttrain.report.charts import Chart
-from posttrain.report.episodes import Pictures, Stage, entry, evaluation_stage, training_stage, with_pictures
+from posttrain.report.episodes import Pictures, Stage, browser_row, evaluation_stage, training_stage, with_pictures
 from posttrain.report.tables import Results
 from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
@@ -36,19 +37,19 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Invalid turns", (("rollout/invalid_turns", "share"),)),
     ("Tokens per turn", (("rollout/response_tokens", "training"),)),
 )
-MOST_PICTURES = 4000  # of a page, so that it can be mailed; the latest episodes have them, earlier ones have none
+MOST_PICTURES = 4000  # of a page, so that it can be mailed; only the latest episodes have pictures
 REMEDY = "Remove that line (the others are kept), then go on."
 
 
 def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
-    """Return checkpoint -> the folder of the phase that made it, with its metrics.jsonl; None where there is none."""
-    found = {}
+    """Return checkpoint -> the folder of its phase, which holds metrics.jsonl; None without such a folder."""
+    folders = {}
     for name, path in results["config"]["checkpoints"].items():
         if not isinstance(path, str):  # an endpoint
             continue
-        places = [folder / name, Path(path).parent]  # a run that was copied or renamed shows its own training
-        found[name] = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
-    return found
+        places = [folder / name, Path(path).parent]  # a copied or renamed run shows its own training
+        folders[name] = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
+    return folders
 
 
 def curves(
@@ -56,9 +57,9 @@ def curves(
 ) -> list[tuple[str, Path, list[Chart], bool, list[Record] | None]]:
     """Return (checkpoint, metrics.jsonl, charts, whether they are of preference pairs, alarms) of each phase.
 
-    The alarms are None where the phase kept no file of them.
+    The alarms are None if the phase does not have an alarms.jsonl.
     """
-    found = []
+    phases = []
     for name, place in folders.items():
         if place is None:  # it was not trained here
             continue
@@ -66,42 +67,36 @@ def curves(
         rows = runlog.read_metrics(file)
         alarms = runlog.read_metrics(kept) if kept.is_file() else None
         pairs = any(key.startswith("rewards/") for row in rows for key in row)
-        found.append((name, file, drawn(rows, alarms or ()), pairs, alarms))
-    return found
+        phases.append((name, file, drawn(rows, alarms or ()), pairs, alarms))
+    return phases
 
 
 def drawn(rows: Sequence[Record], alarms: Sequence[Record] = ()) -> list[Chart]:
     """Return the charts of CURVES that these rows have values for."""
-    found = (charts.chart(title, series(rows, keys), alarms) for title, keys in CURVES)
-    return [chart for chart in found if chart]
+    drawn_charts = (charts.chart(title, curve_lines(rows, keys), alarms) for title, keys in CURVES)
+    return [chart for chart in drawn_charts if chart]
 
 
-def series(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
-    """Return label -> [(step, value), ...] of those of the keys that these rows have."""
-    found: dict[str, charts.Line] = {}
-    for row, (wanted, label) in itertools.product(rows, keys):
+def curve_lines(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
+    """Return label -> [(step, value), ...] for the keys that these rows have."""
+    lines: dict[str, charts.Line] = {}
+    for row, (pattern, label) in itertools.product(rows, keys):
         for key, value in row.items():
-            if matches(wanted, key) and isinstance(value, int | float) and math.isfinite(value):
-                found.setdefault(key.split("/")[1] if label == "*" else label, []).append((row["step"], value))
-    return {label.replace("_", " "): line for label, line in found.items()}
-
-
-def matches(wanted: str, key: str) -> bool:
-    """Return whether a key is the wanted one, where `*` is one part of it: evaluation/*/success."""
-    parts, given = wanted.split("/"), key.split("/")
-    return len(parts) == len(given) and all(part in ("*", other) for part, other in zip(parts, given, strict=True))
+            matches = fnmatchcase(key, pattern) and key.count("/") == pattern.count("/")  # `*` is one part
+            if matches and isinstance(value, int | float) and math.isfinite(value):
+                lines.setdefault(key.split("/")[1] if label == "*" else label, []).append((row["step"], value))
+    return {label.replace("_", " "): line for label, line in lines.items()}
 
 
 def recorded(file: Path, pictures: Pictures) -> list[Record]:
-    """Return the rows of a transcripts.jsonl.
+    """Return the rows of a transcripts.jsonl for the browser; UserError for a line of another kind.
 
-    Episodes are played again, the last one first, where a file beside it says how they were set up.
-    UserError for a line that is neither an episode nor an answer.
+    Episodes are played again, the last one first, if their settings are in a file beside it.
     """
-    rows, found = files.read_json_lines(file, REMEDY, appended=False), list[Record]()
+    rows, shown = files.read_json_lines(file, REMEDY, appended=False), list[Record]()
     for number, row in enumerate(rows, 1):
         try:
-            found.append(entry(row))
+            shown.append(browser_row(row))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"Line {number} of {file} is not an episode or an answer as phase 3 and evaluate_model.py write them"
@@ -111,23 +106,23 @@ def recorded(file: Path, pictures: Pictures) -> list[Record]:
     if stage_of is not None:
         for number in reversed(range(len(rows))):
             if "actions" in rows[number]:
-                found[number] = _played(rows[number], found[number], stage_of, pictures)
-    return found
+                shown[number] = _played(rows[number], shown[number], stage_of, pictures)
+    return shown
 
 
 def _played(row: Record, plain: Record, stage_of: Callable[[Record], Stage], pictures: Pictures) -> Record:
-    """Return the entry with pictures, or the plain one with why there are none."""
+    """Return the row with pictures, or without them and with the reason."""
     if len(pictures.coded) >= MOST_PICTURES:
         facts = f"without pictures: the page keeps {MOST_PICTURES:,}, of the latest episodes"
         return plain | {"facts": " · ".join(filter(None, (plain["facts"], facts)))}
     try:
         return with_pictures(row, stage_of(row), pictures)
-    except (Exception, SystemExit) as error:  # an environment may raise anything, and may have changed since
+    except (Exception, SystemExit) as error:  # an environment may raise anything, or may have changed
         return plain | {"facts": f"cannot be played again: {one_line(error)}"}
 
 
 def _stages(file: Path) -> Callable[[Record], Stage] | None:
-    """Return how the episodes of phase 3 (run_config.yaml) or of the evaluator (results.json) were set up, if known."""
+    """Return a function from a row to its stage, from run_config.yaml (phase 3) or results.json; None without both."""
     config, results = file.with_name("run_config.yaml"), file.with_name("results.json")
     remedy = "Remove it, then the episodes are shown without pictures."
     if config.is_file():
@@ -140,10 +135,10 @@ def _stages(file: Path) -> Callable[[Record], Stage] | None:
     return None
 
 
-def episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:
-    """Return every episode that was recorded while a phase trained."""
-    found = list(dict.fromkeys(place / "transcripts.jsonl" for place in folders.values() if place))
-    by_file = [recorded(file, pictures) for file in reversed(found) if file.is_file()]
+def recorded_episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:
+    """Return every episode that the phases recorded."""
+    files_found = list(dict.fromkeys(place / "transcripts.jsonl" for place in folders.values() if place))
+    by_file = [recorded(file, pictures) for file in reversed(files_found) if file.is_file()]
     return [row for rows in reversed(by_file) for row in rows]
 
 
@@ -151,9 +146,9 @@ def episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record
 
 
 def data(folders: dict[str, Path | None]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
-    """Return (checkpoint, [(kind, cells)]): what became of the rows of each data set, as counted before training."""
-    found = []
-    for name, place in folders.items():  # the whole table, or for an older run what its model card says
+    """Return (checkpoint, [(kind, cells)]): how many rows of each data set were read, trained on and dropped."""
+    tables = []
+    for name, place in folders.items():  # an older run has only the table of its model card
         kept = [f"{kind}/{file}.json" for kind in ("rows", "pairs") for file in ("table", "sources")] if place else []
         file = next((place / name for name in kept if place and (place / name).is_file()), None)
         if file is None:
@@ -164,39 +159,39 @@ def data(folders: dict[str, Path | None]) -> list[tuple[str, list[tuple[str, lis
             counts = [f"{source[key]:,}" if key in source else "" for key in ("read", "train", "held_out")]
             last = dropped or ("none" if "dropped" in source else "not recorded")
             rows.append((source["kind"], [source["path"], source["licence"] or "not stated", *counts, last]))
-        found.append((name, rows))
-    return found
+        tables.append((name, rows))
+    return tables
 
 
 def cost(results: Results, folders: dict[str, Path | None]) -> Record:
-    """Return steps, tokens, time and memory of each phase, from its metrics.jsonl; {} where nothing was trained."""
+    """Return steps, tokens, time and memory of each phase from its metrics.jsonl; {} without trained phases."""
     rows, total = [], 0.0
     for name, place in folders.items():
         if place is None:
             continue
-        found = runlog.read_metrics(place / "metrics.jsonl")
-        parts = {key: sum(_seconds(row, key) for row in found) for key in ("rollout", "update", "evaluation")}
-        seconds = sum(parts.values()) + sum(_seconds(row, "") for row in found)
+        metrics = runlog.read_metrics(place / "metrics.jsonl")
+        parts = {key: sum(_seconds(row, key) for row in metrics) for key in ("rollout", "update", "evaluation")}
+        seconds = sum(parts.values()) + sum(_seconds(row, "") for row in metrics)
         total += seconds
-        tokens = max((row.get("tokens") or row.get("num_tokens") or 0 for row in found), default=0)
-        memory = max((row.get("memory") or 0.0 for row in found), default=0.0)
+        tokens = max((row.get("tokens") or row.get("num_tokens") or 0 for row in metrics), default=0)
+        memory = max((row.get("memory") or 0.0 for row in metrics), default=0.0)
         rows.append((
             name,
-            f"{max((row['step'] for row in found), default=0):,}",
+            f"{max((row['step'] for row in metrics), default=0):,}",
             f"{int(tokens):,} {'sampled' if parts['rollout'] else 'read'}" if tokens else "not recorded",
-            spent(seconds) if seconds else "not recorded",
-            ", ".join(f"{key} {spent(value)}" for key, value in parts.items() if value),
+            duration(seconds) if seconds else "not recorded",
+            ", ".join(f"{key} {duration(value)}" for key, value in parts.items() if value),
             f"{memory:.1f} GiB" if memory else "not recorded",
         ))  # fmt: skip
-    return {"rows": rows, "total": spent(total), "hardware": results["config"].get("hardware")} if rows else {}
+    return {"rows": rows, "total": duration(total), "hardware": results["config"].get("hardware")} if rows else {}
 
 
 def _seconds(row: Record, part: str) -> float:
-    found = row.get(f"seconds/{part}" if part else "seconds")
-    return float(found) if isinstance(found, int | float) else 0.0
+    value = row.get(f"seconds/{part}" if part else "seconds")
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
-def spent(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Write a duration: 75 -> 1:15 min, 4000 -> 1:06 h."""
     if seconds < 60:
         return f"{seconds:.0f} s"

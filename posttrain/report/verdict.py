@@ -1,13 +1,12 @@
-"""Is one model better than another?  Better, worse or cannot tell, item by item on what both were given.
+"""Is one model better than another?  Better, worse or cannot tell, by the items that both answered.
 
-Every figure of the headline table that two models have is compared on the items that both were given, in report.html
-and comparison.html alike. The intervals are paired and hold together at 95 % (Bonferroni), so that six
-figures are not six chances to be wrong. This also holds on few items: each leaves zero out only where an exact test
-rejects it (`metrics.paired_interval`). Where an interval holds zero, the page says how many items a difference as large
-as the one seen would need, or one of 5 points where none was seen: a normal approximation, 80 % power.
+report.html and comparison.html compare every common figure of the headline table on common items. The intervals are
+paired and hold simultaneously at 95 % (Bonferroni), also for few items: an interval excludes zero only if an exact test
+rejects zero (`metrics.paired_interval`). If it includes zero, the page says how many items would show a difference of
+this size, or of 5 points if there is none: a normal approximation with 80 % power.
 
-A figure of several kinds of problem can hide a change in one of them. So where the verdict on the
-whole is “cannot tell”, its parts are looked at, each at 95 % by itself, and those that changed are named.
+A figure of several kinds of problems can hide a change of one kind. So if the verdict on the whole is “cannot tell”,
+the parts that changed are named, each at 95 % separately.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from posttrain.report.tables import Column, Results, columns, less_is_better
 from posttrain.types import Record, UserError, derive_seed
 
 POWER = 0.8
-UNSEEN = 0.05  # the difference that is asked about where none was seen
+UNSEEN = 0.05  # the difference to look for if none was seen
 DECIDES = ("max_new_tokens", "max_completion_length", "max_context", "context", "context_turns", "protocol")
 MOST_EXAMPLES = 4  # of a figure
-ROUNDS = 10_000  # of the random subsets: the tails of several intervals at once are thin
+ROUNDS = 10_000  # of the random subsets: simultaneous intervals have thin tails
 
 
 class Model(NamedTuple):
@@ -53,9 +52,8 @@ class Part(NamedTuple):
 class Comparison(NamedTuple):
     """One figure of two models: how `after` differs from `before` on n common items.
 
-    needed: items that would tell a difference as large as this one, or one of UNSEEN where none was seen; 0 where every
-    item came out the same. examples: pairs of rows that differ most, in the order of the evaluation. parts: the same by
-    kind of item, where there are several.
+    needed: items that would show a difference of this size, or of UNSEEN if there is none; 0 if every item is equal.
+    examples: the pairs of rows that differ most. parts: the change by kind of item, if there are several kinds.
     """
 
     column: Column
@@ -68,7 +66,7 @@ class Comparison(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Better, worse or cannot tell; where only a part changed, `better in part`, `worse in part` or mixed."""
+        """Return better, worse or cannot tell; if only parts changed, `better in part`, `worse in part` or mixed."""
         if (whole := self._kind(self.change)) != "cannot tell":
             return whole
         kinds = {self._kind(part.change) for part in self.parts} - {"cannot tell"}
@@ -76,7 +74,7 @@ class Comparison(NamedTuple):
 
     @property
     def changed_parts(self) -> dict[str, list[Part]]:
-        """The parts that are better, and those that are worse, where the whole cannot tell."""
+        """Return the parts that are better and those that are worse, if the whole cannot tell."""
         if self._kind(self.change) != "cannot tell":
             return {"better": [], "worse": []}
         return {kind: [part for part in self.parts if self._kind(part.change) == kind] for kind in ("better", "worse")}
@@ -87,13 +85,13 @@ class Comparison(NamedTuple):
         return "better" if (change.value > 0) != less_is_better(self.column.metric) else "worse"
 
 
-def compare(before: Model, after: Model) -> list[Comparison]:
-    """Compare every figure that both have of the same items, sampled alike; UserError where there is none."""
-    if found := _in_common(before, after, MOST_EXAMPLES):
-        return found
+def compare_models(before: Model, after: Model) -> list[Comparison]:
+    """Compare every figure of both models on common items with equal sampling; UserError if there is none."""
+    if comparisons := _in_common(before, after, MOST_EXAMPLES):
+        return comparisons
     raise UserError(
         f"{before.title} and {after.title} have no figure in common that was measured on the same prompts and"
-        " levels and sampled alike. Evaluate both with evaluate_model.py and the same suites, settings and seed."
+        " levels with the same sampling. Evaluate both with evaluate_model.py and the same suites, settings and seed."
     )
 
 
@@ -104,27 +102,29 @@ def steps(folder: Path, results: Results, rows: Sequence[Record]) -> dict[tuple[
 
 
 def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparison]:
-    wanted = {(c.suite, c.part): c for c in columns(after.results)}
-    shared = [(c, wanted[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in wanted]
+    columns_after = {(c.suite, c.part): c for c in columns(after.results)}
+    shared = [
+        (c, columns_after[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in columns_after
+    ]
     common = [(c, pairs) for c, other in shared if c.setting == other.setting and _asked(before, c) == _asked(after, c)
               if (pairs := common_rows(before, after, c))]  # fmt: skip
     return [compare_rows(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
 
-def not_compared(before: Model, after: Model, found: Sequence[Comparison]) -> list[str]:
-    """Return titles of the figures that both have, but of other items, or sampled otherwise."""
+def not_compared(before: Model, after: Model, comparisons: Sequence[Comparison]) -> list[str]:
+    """Return titles of the figures that both have, but on other items or with other sampling."""
     theirs = {(c.suite, c.part) for c in columns(after.results)} - {
-        (each.column.suite, each.column.part) for each in found
+        (each.column.suite, each.column.part) for each in comparisons
     }
     return [column.title for column in columns(before.results) if (column.suite, column.part) in theirs]
 
 
-def overall(found: Sequence[Comparison]) -> tuple[str, str]:
-    """Return better, worse, mixed or cannot tell, and the sentence that says so."""
+def overall(comparisons: Sequence[Comparison]) -> tuple[str, str]:
+    """Return better, worse, mixed or cannot tell, and a sentence with the figures."""
     names: dict[str, list[str]] = {
-        kind: [c.column.title for c in found if c.verdict == kind] for kind in ("better", "worse", "cannot tell")
+        kind: [c.column.title for c in comparisons if c.verdict == kind] for kind in ("better", "worse", "cannot tell")
     }
-    for each in found:
+    for each in comparisons:
         for kind, parts in each.changed_parts.items():
             names[kind] += [f"{each.column.title}: {part.title}" for part in parts]
     if names["better"] and names["worse"]:
@@ -135,7 +135,7 @@ def overall(found: Sequence[Comparison]) -> tuple[str, str]:
 
 
 def _asked(model: Model, column: Column) -> list[Any]:
-    """Return what decides, besides the model and the item, how an answer or an episode comes about."""
+    """Return the settings, besides model and item, that influence an answer or an episode."""
     config = model.results["config"]
     suite = config["suites"][column.suite]
     setting = [each for each in config["settings"] if each["name"] == column.setting]
@@ -144,22 +144,22 @@ def _asked(model: Model, column: Column) -> list[Any]:
 
 
 def common_rows(before: Model, after: Model, column: Column) -> list[tuple[Record, Record]]:
-    """Return the rows of both models on the same items, without those that crashed."""
+    """Return the rows of both models on common items, without crashed ones."""
     old, new = (_items(model, column) for model in (before, after))
     return [(old[item], new[item]) for item in old if item in new]
 
 
 def _items(model: Model, column: Column) -> dict[str, Record]:
-    """Return what was asked -> the row, for a figure under its setting."""
-    found = {}
+    """Return item -> row, for a figure under its setting."""
+    rows = {}
     for row in model.rows:
         part = row["source"] if column.suite == "math" else row["part"]
         where = (row["checkpoint"], row["suite"], part, row["setting"])
         if where == (model.checkpoint, column.suite, column.part, column.setting) and not row.get("crashed"):
-            asked = row.get("messages", [])[:2] if column.suite == "envs" else row.get("messages")
-            facts = [row["index"], row["part"], row.get("seed"), row.get("level"), asked, row.get("chosen")]
-            found[json.dumps(facts)] = row
-    return found
+            prompt = row.get("messages", [])[:2] if column.suite == "envs" else row.get("messages")
+            facts = [row["index"], row["part"], row.get("seed"), row.get("level"), prompt, row.get("chosen")]
+            rows[json.dumps(facts)] = row
+    return rows
 
 
 def compare_rows(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
@@ -186,22 +186,22 @@ def compare_rows(column: Column, pairs: list[tuple[Record, Record]], tail: float
 
 
 def _parts(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) -> list[Part]:
-    """Return the figure by kind of item, in the order of the evaluation; [] where all are of one kind."""
+    """Return the figure by kind of item; [] if there is only one kind."""
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for old, new in pairs:
         by_kind.setdefault(old.get("part", ""), []).append((float(old[column.metric]), float(new[column.metric])))
-    found = []
+    parts = []
     for kind, values in by_kind.items() if len(by_kind) > 1 else ():
         old, new = map(list, zip(*values, strict=True))
         change = metrics.paired_interval(old, new, seed, ROUNDS)
-        found.append(Part(kind.replace("_", " "), (fmean(old), fmean(new)), change))
-    return found
+        parts.append(Part(kind.replace("_", " "), (fmean(old), fmean(new)), change))
+    return parts
 
 
 def _needed(differences: Sequence[float], value: float, tail: float) -> int:
-    """Return the items that tell this difference with power POWER, by Connor's formula for McNemar's test (1987).
+    """Return how many items show this difference with power POWER, by Connor's formula for McNemar's test (1987).
 
-    For means it is that of the sign-flip test. `min(changed) / aim`: an exact test moves in steps.
+    For means: of the sign-flip test. `min(changed) / aim`: an exact test has steps.
     """
     n, changed = len(differences), [abs(each) for each in differences if each]
     if not changed:
@@ -210,12 +210,14 @@ def _needed(differences: Sequence[float], value: float, tail: float) -> int:
     unsure, sure = NormalDist().inv_cdf(1 - tail), NormalDist().inv_cdf(POWER)
     reach = unsure * math.sqrt(square) + sure * math.sqrt(max(0.0, square - aim * aim))
     items = (reach / aim) ** 2 + min(changed) / aim
-    least = n / len(changed) * math.ceil(-math.log2(tail))  # fewer changes tell nothing, even if all have one sign
+    least = (
+        n / len(changed) * math.ceil(-math.log2(tail))
+    )  # with fewer changes no test rejects, even if all have one sign
     return max(math.ceil(items), math.ceil(least), n + 1 if value else 0)
 
 
 def _figure(column: Column, values: Sequence[float]) -> Interval:
-    """Return a model's own figure on the common items, with its interval as in the headline table."""
+    """Return a model's figure on the common items, with its interval as in the headline table."""
     if column.metric == "seq_rep_4":
         return metrics.bootstrap_mean(values, derive_seed("comparison", column.suite))
     return Interval(fmean(values), *metrics.wilson(sum(values), len(values)))
@@ -224,7 +226,7 @@ def _figure(column: Column, values: Sequence[float]) -> Interval:
 def _examples(
     pairs: Sequence[tuple[Record, Record]], differences: Sequence[float], most: int
 ) -> list[tuple[Record, Record]]:
-    """Return the pairs that differ most, as many of each sign as there are; of equal ones the first."""
+    """Return the pairs that differ most, half of each sign if possible; of equal ones the first."""
     order = sorted(range(len(pairs)), key=lambda number: (-abs(differences[number]), number))
     up = [number for number in order if differences[number] > 0]
     down = [number for number in order if differences[number] < 0]

@@ -1,9 +1,9 @@
 from . import playing as playing
 from .conversation import Conversation as Conversation, Exchange as Exchange
 from .display import (
-    described as described,
+    describe_preset as describe_preset,
+    describe_sampling as describe_sampling,
     escape_control_characters as escape_control_characters,
-    in_words as in_words,
     never as never,
     note as note,
     show_beside as show_beside,

@@ -1,4 +1,4 @@
-"""What was said so far, and which of it does the model still see?"""
+"""Which messages and answers does a conversation hold, and which of them fit into the model's context?"""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Exchange:
-    """One message and the tokens of its answer: Exchange("Hi", [40, 7, 2], finished=True, text="Hello.")."""
+    """A message and its answer: Exchange("Hi", [40, 7, 2], finished=True, text="Hello.")."""
 
-    asked: str
+    message: str
     ids: list[int]
     finished: bool
     text: str
@@ -23,17 +23,17 @@ class Exchange:
 
 @dataclass
 class Conversation:
-    """What was said so far. The model's own tokens are kept as they were sampled; nothing is tokenised twice."""
+    """A conversation. Answers keep the tokens as they were sampled; nothing is tokenised twice."""
 
     chat: Chat
     context: int
     max_new_tokens: int
     system: str | None = None
     exchanges: list[Exchange] = field(default_factory=list)
-    forgotten: int = 0  # exchanges at the start that the model no longer sees
+    forgotten: int = 0  # first exchanges, which no longer fit into the context
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids up to the answer to `text`, with as many of the latest turns as leave room for that answer."""
+        """Return the ids up to the answer to `text`, with as many of the latest exchanges as leave room for it."""
         answer_tokens = min(self.max_new_tokens, self.context // 2)
         for start in range(self.forgotten, len(self.exchanges) + 1):
             ids = self._ids(start, text)
@@ -42,24 +42,23 @@ class Conversation:
                 return ids
         raise UserError(
             f"This message is too long: it takes {len(ids)} tokens, and {answer_tokens} of the model's"
-            f" {self.context} are kept for the answer. Shorten it (or the system message), or write a smaller"
-            " max_new_tokens."
+            f" {self.context} are kept for the answer. Shorten it (or the system message), or lower max_new_tokens."
         )
 
     def _ids(self, start: int, text: str) -> list[int]:
-        seen = self.exchanges[start:]
-        asked = [exchange.asked for exchange in seen] + [text]
+        exchanges = self.exchanges[start:]
+        messages = [exchange.message for exchange in exchanges] + [text]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        ids = self.chat.prompt([*system, {"role": "user", "content": asked[0]}])
-        for exchange, following in zip(seen, asked[1:], strict=True):
+        ids = self.chat.prompt([*system, {"role": "user", "content": messages[0]}])
+        for exchange, following in zip(exchanges, messages[1:], strict=True):
             ids += exchange.ids + self.chat.extend(following, finished=exchange.finished)
         return ids
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return all of it, also what the model no longer sees; an answer that was cut short says so."""
-        said: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+        """Return all messages, also those outside the context; an answer that was cut short has `finished: False`."""
+        rows: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges:
-            said.append({"role": "user", "content": exchange.asked})
-            said.append({"role": "assistant", "content": exchange.text})
-            said[-1] |= {} if exchange.finished else {"finished": False}
-        return said
+            rows.append({"role": "user", "content": exchange.message})
+            rows.append({"role": "assistant", "content": exchange.text})
+            rows[-1] |= {} if exchange.finished else {"finished": False}
+        return rows

@@ -1,4 +1,4 @@
-"""How does an answer look on the terminal?  Text as it comes, several answers beside each other, notes about them.
+"""How does an answer look on the terminal?  Text as it is written, several answers side by side, notes about them.
 
 Answers go to stdout, notes to stderr. Nothing that a model or an environment writes controls the terminal.
 """
@@ -22,19 +22,20 @@ from posttrain.runtime import runlog
 if TYPE_CHECKING:
     from posttrain.serving.generation import Answer
 
-NARROW = 36  # columns of the terminal that an answer needs to stand beside another
-# What a terminal acts on instead of showing it: control characters and those that turn the direction of text.
+NARROW = 36  # columns of the terminal for each of several answers
+# Characters that a terminal obeys instead of showing: control characters, and those that change the text's direction.
 _ESCAPED = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _ESCAPED |= {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
 _ESCAPED |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 def escape_control_characters(text: str) -> str:
-    """Return text that a terminal only shows: "␛[2J" for "\\x1b[2J"."""
+    """Return a text without control characters: "␛[2J" for "\\x1b[2J"."""
     return text.translate(_ESCAPED)
 
 
 def never() -> bool:
+    """Return False: nothing stops the answer."""
     return False
 
 
@@ -47,12 +48,13 @@ def stream(answer: Answer, stopped: Callable[[], bool] = never) -> None:
     print()
 
 
-def described(cfg: ChatRun, name: str) -> str:
+def describe_preset(cfg: ChatRun, name: str) -> str:
     """Return `improved: temperature 0.7, top-p 0.9, top-k 50, repetition penalty 1.15`."""
-    return f"{name}: {in_words(cfg.presets[name])}"
+    return f"{name}: {describe_sampling(cfg.presets[name])}"
 
 
-def in_words(setting: SamplingSection) -> str:
+def describe_sampling(setting: SamplingSection) -> str:
+    """Return `temperature 0.7, top-p 0.9` or `greedy`."""
     parts = [f"temperature {setting.temperature:g}" if setting.temperature else "greedy"]
     parts += [f"top-p {setting.top_p:g}"] if setting.top_p < 1 else []
     parts += [f"top-k {setting.top_k}"] if setting.top_k else []
@@ -66,36 +68,38 @@ def note(text: str) -> None:
     err.print(Text(escape_control_characters(text), "dim"), soft_wrap=not err.is_terminal)
 
 
-def console() -> Console:
-    """Return stdout as a console that takes nothing for markup and breaks lines in a terminal alone."""
+def answer_console() -> Console:
+    """Return a console for stdout without markup, which breaks lines only in a terminal."""
     return runlog.console(markup=False, highlight=False, emoji=False)
 
 
 def show_beside(answers: dict[str, Answer], cfg: ChatRun, stopped: Callable[[], bool]) -> None:
-    """Show all answers, in columns that grow together or, where these do not fit, in turn; then their figures."""
-    out = console()
+    """Show all answers, side by side or, on a narrow terminal, one after another; then their figures."""
+    out = answer_console()
     if out.is_terminal and out.width >= NARROW * len(answers):
         in_columns(out, answers, cfg, stopped)
     else:
         for name, answer in answers.items():
-            print(f"--- {described(cfg, name)}")
+            print(f"--- {describe_preset(cfg, name)}")
             stream(answer, stopped)
             print()
     out.print(repetition_table(answers))
 
 
 def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: Callable[[], bool]) -> None:
-    """Write each answer in its column, a token each in turn."""
-    said = dict.fromkeys(answers, "")
+    """Write each answer in its column, one token of each in turn."""
+    texts = dict.fromkeys(answers, "")
     writing = {name: iter(answer) for name, answer in answers.items()}
 
     def columns(rows: int) -> Table:
-        """Show the last `rows` lines of each answer: what is higher than the terminal cannot be drawn again."""
+        """Return the last `rows` lines of each answer: what is above the terminal cannot be drawn again."""
         table = Table(box=box.SIMPLE_HEAD, expand=True)
         for name in answers:
-            table.add_column(Text(f"{name}\n").append(in_words(cfg.presets[name]), "dim"), ratio=1, overflow="fold")
+            table.add_column(
+                Text(f"{name}\n").append(describe_sampling(cfg.presets[name]), "dim"), ratio=1, overflow="fold"
+            )
         width = out.width // len(answers) - 4
-        table.add_row(*(Text("\n").join(Text(text).wrap(out, width)[-rows:]) for text in said.values()))
+        table.add_row(*(Text("\n").join(Text(text).wrap(out, width)[-rows:]) for text in texts.values()))
         return table
 
     rows = max(1, out.height - 8)
@@ -107,7 +111,7 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
                 if piece is None:
                     del writing[name]
                 else:
-                    said[name] += escape_control_characters(piece)
+                    texts[name] += escape_control_characters(piece)
             if time.monotonic() - drawn > 0.1:
                 live.update(columns(rows), refresh=True)
                 drawn = time.monotonic()
@@ -115,25 +119,25 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
 
 
 def repetition_table(answers: dict[str, Answer]) -> Table:
-    """Return a table of how much each answer repeats itself."""
+    """Return a table of `repetition_figures`."""
     table = Table("", box=box.SIMPLE_HEAD)
     for name in answers:
         table.add_column(name, justify="right")
-    for label, values in figures(answers):
+    for label, values in repetition_figures(answers):
         table.add_row(label, *values)
     return table
 
 
-def figures(answers: dict[str, Answer]) -> list[tuple[str, list[str]]]:
+def repetition_figures(answers: dict[str, Answer]) -> list[tuple[str, list[str]]]:
     """Return figures of answers, also unfinished ones: [("tokens", ["74", "31"]), ("finished", ["no", "yes"]), ...]."""
     from posttrain import metrics
 
-    found = [metrics.repetition([answer.written], [answer.finished]) for answer in answers.values()]
+    repetition = [metrics.repetition([answer.written], [answer.finished]) for answer in answers.values()]
     return [
-        ("tokens", [f"{of['tokens']:.0f}" for of in found]),
-        ("finished", ["no" if of["never_stops"] else "yes" for of in found]),
-        ("seq-rep-4: repeated 4-grams", [f"{of['seq_rep_4']:.1%}" for of in found]),
-        ("distinct-1: different tokens", [f"{of['distinct_1']:.2f}" for of in found]),
-        ("distinct-2: different pairs", [f"{of['distinct_2']:.2f}" for of in found]),
-        ("longest repeated span, tokens", [f"{of['longest_repeat']:.0f}" for of in found]),
+        ("tokens", [f"{of['tokens']:.0f}" for of in repetition]),
+        ("finished", ["no" if of["never_stops"] else "yes" for of in repetition]),
+        ("seq-rep-4: repeated 4-grams", [f"{of['seq_rep_4']:.1%}" for of in repetition]),
+        ("distinct-1: different tokens", [f"{of['distinct_1']:.2f}" for of in repetition]),
+        ("distinct-2: different pairs", [f"{of['distinct_2']:.2f}" for of in repetition]),
+        ("longest repeated span, tokens", [f"{of['longest_repeat']:.0f}" for of in repetition]),
     ]

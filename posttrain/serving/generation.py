@@ -1,4 +1,4 @@
-"""What does the model answer?  One token at a time, as the rollouts sample it, and as text while it comes."""
+"""What does the model answer?  One token at a time, sampled as in the rollouts, and as text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class DamagedModel(UserError):
-    """The model's probabilities are NaN, so another message would not help."""
+    """The error of a model whose probabilities are NaN; another message would not help."""
 
 
 def context_of(model: PreTrainedModel) -> int:
-    """Return the tokens of a prompt and its answer that the model was built for."""
+    """Return the model's context length in tokens."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
@@ -37,10 +37,11 @@ class Generator:
         return context_of(self.model)
 
     def answer(self, ids: list[int], params: SamplingParams, seed: int) -> Answer:
+        """Return the answer to a prompt, which is written while it is read."""
         return Answer(self.chat, self.write(ids, params, seed))
 
     def write(self, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
-        """Sample the tokens after `ids` one by one, up to the stop token: the same that `rollout.complete` samples."""
+        """Yield the tokens after `ids`, up to the stop token: the same ones that `rollout.complete` samples."""
         import torch
 
         from posttrain.rollout import sample_tokens, uniforms
@@ -57,8 +58,8 @@ class Generator:
             token_1, logprob_1 = sample_tokens(logits_1V, params, uniforms(seed_1, step), seen_1V)
             if math.isnan(logprob_1.item()):
                 raise DamagedModel(
-                    "The model's probabilities are not numbers (NaN), so its weights are damaged: a training that"
-                    " diverged leaves such ones. Name an earlier checkpoint (model.name_or_path=...)."
+                    "The model's probabilities are not numbers (NaN), so its weights are damaged, as after a"
+                    " training that diverged. Name an earlier checkpoint (model.name_or_path=...)."
                 )
             token = int(token_1)
             yield token
@@ -68,10 +69,10 @@ class Generator:
 
 
 class Answer:
-    """An answer while it is written: `for piece in answer` gives its text as it comes.
+    """An answer while it is written: `for piece in answer` yields its text.
 
     ids       the tokens sampled so far, the stop token included
-    finished  whether the stop token came; False for an answer that the budget or the user cut short
+    finished  whether the stop token was sampled; False for an answer that the budget or the user cut short
     """
 
     def __init__(self, chat: Chat, tokens: Iterator[int]) -> None:
@@ -80,7 +81,7 @@ class Answer:
         self.finished = False
 
     def stop(self) -> None:
-        """End the answer, and free what the model keeps in memory for further tokens."""
+        """End the answer, and free the memory that further tokens would need."""
         self.tokens = iter(())
 
     @property
@@ -93,8 +94,8 @@ class Answer:
         return self.chat.decode(self.written)
 
     def __iter__(self) -> Iterator[str]:
-        """Give one piece a token; empty while a character of several tokens is not whole yet."""
-        start = end = 0  # ids[start:end] is text that was given out, as context for what comes next
+        """Yield one piece for each token; it is empty until a character of several tokens is complete."""
+        start = end = 0  # ids[start:end] has been yielded; the context for decoding what follows
         for token in self.tokens:
             self.ids.append(token)
             self.finished = token == self.chat.stop_id

@@ -14,7 +14,7 @@ from posttrain.serving.display import note
 
 
 def next_message(by_hand: bool) -> str:
-    """Read the next line; in a terminal with all lines that came at once, as they do when a text is pasted."""
+    """Read the next line; in a terminal all lines of a pasted text."""
     if not by_hand:
         return input()
     text = typed_line("\nyou> ")
@@ -25,30 +25,30 @@ def next_message(by_hand: bool) -> str:
 
 
 def typed_line(prompt: str) -> str:
-    """Read a line as it is typed. Ctrl-C clears what is typed so far; with nothing typed it interrupts."""
+    """Read a line. Ctrl-C clears a line that has text, and interrupts at an empty one."""
     while True:
         try:
             return input(prompt)
         except KeyboardInterrupt:
             print()
-            readline = sys.modules.get("readline")  # whoever edits the line knows what is on it
+            readline = sys.modules.get("readline")  # it knows the text of the line
             if not (readline and readline.get_line_buffer()):
                 raise
 
 
 def pending() -> str:
-    """Read what is waiting in the terminal: a paste comes faster than anybody types."""
-    if os.name != "posix":  # elsewhere a terminal cannot be asked
+    """Read the text that waits in the terminal: a paste arrives faster than anybody types."""
+    if os.name != "posix":  # select works there only for sockets
         return ""
-    found, descriptor = b"", sys.stdin.fileno()
+    data, descriptor = b"", sys.stdin.fileno()
     while select.select([descriptor], [], [], 0.05)[0] and (piece := os.read(descriptor, 65536)):
-        found += piece
-    return found.decode(sys.stdin.encoding, errors="replace")
+        data += piece
+    return data.decode(sys.stdin.encoding, errors="replace")
 
 
 @contextmanager
 def ctrl_c_keeps_what_was_typed() -> Iterator[None]:
-    """Keep Ctrl-C from emptying the terminal's queue, so that lines that wait there are still answered."""
+    """Keep the lines that wait in the terminal's queue when Ctrl-C is pressed."""
     if os.name != "posix" or not sys.stdin.isatty():
         yield
         return
@@ -67,7 +67,7 @@ def ctrl_c_keeps_what_was_typed() -> Iterator[None]:
 
 @contextmanager
 def one_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C only make `stopped()` true, and the second one interrupt."""
+    """Let the first Ctrl-C make `stopped()` true, and the second one interrupt."""
     pressed: list[int] = []
 
     def note_it(number: int, _: Any) -> None:

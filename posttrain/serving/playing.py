@@ -1,4 +1,4 @@
-"""How does the model play?  Episodes of an environment turn by turn: what it is told, writes and does, and the map."""
+"""How does the model play?  Episodes of an environment turn by turn: observation, answer, action and map."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from posttrain.config import ChatRun, EnvSection, SamplingSection
 from posttrain.serving import display
-from posttrain.serving.display import escape_control_characters, in_words, note, stream
+from posttrain.serving.display import describe_sampling, escape_control_characters, note, stream
 from posttrain.types import Completion, UserError, derive_seed, one_line
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from envs.protocol import Episode
     from posttrain.serving.generation import Answer, Generator
 
-SPLIT = "test"  # levels that no training and no choice of a checkpoint has seen
-# How a cell of an environment's grid looks, by the name the environment gives it.
+SPLIT = "test"  # levels that neither training nor the choice of a checkpoint uses
+# Styles of the cells of a grid, by their names in `symbols`.
 COLOURS = {
     "player": "bold black on bright_cyan",
     "player_on_target": "bold black on bright_cyan",
@@ -38,7 +38,7 @@ COLOURS = {
 }
 
 
-def open_env(cfg: ChatRun, name: str) -> TextEnv:
+def open_played_env(cfg: ChatRun, name: str) -> TextEnv:
     """Return the environment to play, with the options that the config gives it."""
     from posttrain.rollout import open_env
 
@@ -49,10 +49,10 @@ def open_env(cfg: ChatRun, name: str) -> TextEnv:
         raise UserError(f"--play {name}: {error}") from error
 
 
-class Level:
+class PlayedLevel:
     """A level of the evaluator that a model plays, token in, token out, as in the rollouts of phase 3.
 
-    The loop is: `answer` after what is `told`, then `take` it, until it is `over`.
+    `answer` a turn and `take` the answer until it is `over`.
     """
 
     def __init__(self, generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, number: int) -> None:
@@ -70,8 +70,8 @@ class Level:
         self.over = not self.game.look()
 
     @property
-    def told(self) -> str:
-        """Return what the model reads before the coming turn."""
+    def observation(self) -> str:
+        """Return the text that the model reads before the coming turn."""
         if self.game.context.kind == "single_turn":
             return self.episode.summary(self.game.segment.first_turn)
         return self.episode.messages[-1]["content"]
@@ -82,7 +82,7 @@ class Level:
         return self.generator.answer(self.game.segment.ids, self.setting.params(self.budget), seed)
 
     def take(self, answer: Answer) -> tuple[str, bool]:
-        """Play the turn; return what came of it in words, and whether the answer was valid."""
+        """Play the turn; return its result in words, and whether the answer was valid."""
         episode, played, acted = self.episode, self.game.trajectory, len(self.episode.actions)
         going = self.game.take_turn(Completion(answer.ids, [0.0] * len(answer.ids), answer.finished))
         if played.crashed:
@@ -97,43 +97,44 @@ class Level:
         return f"{did}, reward {played.turn_rewards[-1]:g}{invalid}{cut}", valid
 
 
-def play_levels(
+def show_levels(
     generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
 ) -> None:
-    """Play levels of the evaluator and show what the model sees, thinks and does, and what comes of it."""
+    """Play levels of the evaluator and show observations, answers, rewards and results."""
     from posttrain import metrics
 
-    out, won = display.console(), 0
-    note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {in_words(setting)}")
+    out, won = display.answer_console(), 0
+    note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {describe_sampling(setting)}")
     for number in range(episodes):
-        level = Level(generator, env, cfg, setting, number)
+        level = PlayedLevel(generator, env, cfg, setting, number)
         if number == 0:
             rules = level.episode.messages[0]["content"]
             out.print(Text(escape_control_characters(rules), "dim"), soft_wrap=not out.is_terminal)
         play_level(level, out, f"level {number + 1}", delay)
         won += level.episode.success
-        out.print(outcome(level.episode, level.game.trajectory.reward), soft_wrap=True)
+        out.print(describe_episode_end(level.episode, level.game.trajectory.reward), soft_wrap=True)
     if episodes > 1:
         low, high = metrics.wilson(won, episodes)
         out.print(f"\n{won} of {episodes} levels solved ({won / episodes:.0%}; 95 % interval {low:.0%} to {high:.0%})")
 
 
-def play_level(level: Level, out: Console, title: str, delay: float) -> None:
-    """Play one level to its end, on the terminal."""
+def play_level(level: PlayedLevel, out: Console, title: str, delay: float) -> None:
+    """Play a level to its end, on the terminal."""
     env = level.episode.env
     while not level.over:
         out.print(Text(f"\n{title}, turn {level.episode.turns + 1}", "bold"))
-        out.print(beside(env, level.told))
+        out.print(beside(env, level.observation))
         answer = level.answer()
         print(level.episode.protocol.opening, end="")
         stream(answer)
-        came, valid = level.take(answer)
-        out.print(Text(f"-> {came}", "bold" if valid else "yellow"))
+        result, valid = level.take(answer)
+        out.print(Text(f"-> {result}", "bold" if valid else "yellow"))
         time.sleep(delay)
     out.print(Text(), beside(env, ""), sep="\n")
 
 
-def outcome(episode: Episode, total: float) -> Text:
+def describe_episode_end(episode: Episode, total: float) -> Text:
+    """Return how an episode ended: `Solved after 3 turns, return 1.`"""
     turns = f"after {episode.turns} turn{'' if episode.turns == 1 else 's'}, return {round(total, 6):g}"
     if episode.success:
         return Text(f"Solved {turns}.", "bold green")
@@ -142,7 +143,7 @@ def outcome(episode: Episode, total: float) -> Text:
 
 
 def beside(env: TextEnv, text: str) -> Table:
-    """Return the map, where the environment has one, beside what the model is told."""
+    """Return the observation, with the map beside it if the environment has one."""
     table = Table.grid(padding=(0, 3))
     view = grid(env)
     table.add_row(*([view] if view is not None else []), Text(escape_control_characters(text), "dim", overflow="fold"))
@@ -150,7 +151,7 @@ def beside(env: TextEnv, text: str) -> Table:
 
 
 def grid(env: TextEnv) -> Text | None:
-    """Return the environment as a coloured map, whatever the model is shown; None where it does not have a grid."""
+    """Return a coloured map of the environment, whatever its observations are; None if it does not have a grid."""
     if not env.symbols:
         return None
     view = copy.copy(env)

@@ -1,4 +1,4 @@
-"""How do other programs talk to a model?  An OpenAI-compatible server: that of transformers, around one model of ours.
+"""How do other programs use a model?  An OpenAI-compatible server: that of transformers, for one model.
 
     posttrain serve runs/quickstart/phase3/final
 
@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 from posttrain.config import ModelSection, run
 from posttrain.runtime import runlog
 from posttrain.serving.generation import context_of
-from posttrain.serving.served_requests import check_size, fit, generation_config, not_text, parsed, refusal
+from posttrain.serving.served_requests import (
+    check_size,
+    fit_context,
+    generation_config,
+    not_text,
+    parse_object,
+    reason_to_refuse,
+)
 from posttrain.types import HUB_NAME, UserError, one_line
 
 if TYPE_CHECKING:
@@ -33,10 +40,10 @@ if TYPE_CHECKING:
     from posttrain.models import Chat
 
 ROUTES = ("/v1/models", "/health")  # of transformers; those that answer are below
-KEY = "SERVE_API_KEY"  # an environment variable: what stands on a command line, every user of a machine can read
-# Bytes of a request: those of a token in any script, escaped or not, for each token of the context; at least, at most.
+KEY = "SERVE_API_KEY"  # an environment variable: every user of a machine can read a command line
+# Bytes of a request: for each token of the context (any script, escaped or not); at least, at most.
 TOKEN_BYTES, LEAST_BYTES, MOST_BYTES = 16, 1 << 20, 8 << 20
-MOST_CONNECTIONS = 512  # at the same time, requests that wait for others included
+MOST_CONNECTIONS = 512  # at the same time, waiting requests included
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -44,12 +51,12 @@ def main(argv: list[str] | None = None) -> None:
         prog="posttrain serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="a phase's folder `final`, or a model of the Hub (OWNER/NAME)")
-    parser.add_argument("--host", default="127.0.0.1", help=f"address; one that others reach needs {KEY}")
+    parser.add_argument("--host", default="127.0.0.1", help=f"address; one that other machines reach needs {KEY}")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     arguments = parser.parse_args(argv)
-    check(arguments.model)
+    check_model_argument(arguments.model)
     listening = listen(arguments.host, arguments.port)
     host, port = listening.getsockname()[:2]
     key = chosen_key(arguments.host, host)
@@ -65,17 +72,17 @@ def main(argv: list[str] | None = None) -> None:
     section = ModelSection(name_or_path=arguments.model, dtype=arguments.dtype)
     check_hub([section], [])
     model, chat = models.load(section, device=arguments.device, chat_template=None, training=False)
-    app = build_app(model.eval(), chat, arguments.model, local=is_loopback(host), key=key)
+    app = build_server_app(model.eval(), chat, arguments.model, local=is_loopback(host), key=key)
     config = uvicorn.Config(app, log_level="warning", http=patient_protocol(), limit_concurrency=MOST_CONNECTIONS)
     server = uvicorn.Server(config)
     place, kind = f"[{host}]" if ":" in host else host, str(model.dtype).removeprefix("torch.")
-    gc.freeze()  # else Python looks through all of torch, several times, while it reads a large request
+    gc.freeze()  # otherwise the garbage collector walks through all of torch while a large request is read
     print(f"Serving {arguments.model} at http://{place}:{port}/v1 in {kind} on {model.device.type}", flush=True)
     server.run(sockets=[listening])
 
 
-def check(model: str) -> None:
-    """Raise UserError where the server's packages are missing or MODEL cannot be one; the Hub itself is not asked."""
+def check_model_argument(model: str) -> None:
+    """Raise UserError if packages are missing or MODEL cannot be a model."""
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -92,8 +99,8 @@ def check(model: str) -> None:
         )
 
 
-def chosen_key(asked: str, host: str) -> str | None:
-    """Return the key that clients have to send; UserError where others reach the server and none is set."""
+def chosen_key(option: str, host: str) -> str | None:
+    """Return the API key of the clients; UserError if other machines reach the server without a key."""
     from envs.web import is_loopback
 
     key = os.environ.get(KEY)
@@ -101,14 +108,14 @@ def chosen_key(asked: str, host: str) -> str | None:
         raise UserError(f"The environment variable {KEY} is empty, or holds characters that a key cannot have.")
     if key is None and not is_loopback(host):
         raise UserError(
-            f"--host {asked} lets others reach this server: set the environment variable {KEY} to a secret word, which "
-            "clients send as their API key."
+            f"--host {option} lets others reach this server: set the environment variable {KEY} to a secret word, which"
+            " clients send as their API key."
         )
     return key
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address, before any model is loaded; UserError where that fails."""
+    """Return a socket that listens at this address, before a model is loaded; UserError if that fails."""
     if not 0 <= port < 65536:  # getaddrinfo would take the remainder
         raise UserError(f"--port {port} is not a port: write a number from 0, which takes a free one, to 65535.")
     try:
@@ -119,18 +126,22 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen()
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
         raise UserError(
-            f"Nothing can listen at {host}, port {port} ({one_line(error)}). Where another program has the port, "
-            f"choose another one: --port {(port + 1) % 65536}, or --port 0 for any that is free."
+            f"Nothing can listen at {host}, port {port} ({one_line(error)}). If another program uses the port, "
+            f"choose another one: --port {(port + 1) % 65536}, or --port 0 for any free one."
         ) from error
     return listening
 
 
-def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = True, key: str | None = None) -> Any:
+def build_server_app(
+    model: PreTrainedModel, chat: Chat, name: str, *, local: bool = True, key: str | None = None
+) -> Any:
     """Build the application of transformers for this model alone, under this name.
 
-    Requests wait for each other: transformers generates for one at a time where each has sampling settings of its own.
-    local: it listens where this machine alone reaches it, under its own names
-    key: what clients have to send as their API key
+    Requests are answered one at a time, since each has its own sampling settings.
+
+    Args:
+        local: whether only this machine reaches the server.
+        key: the API key of the clients.
     """
     from fastapi import HTTPException
     from fastapi.responses import JSONResponse
@@ -142,7 +153,7 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
     from posttrain.serving.served_answers import OneByOne
 
     class OneModel(ModelManager):
-        """Gives the loaded model, whatever is asked for: no request reads a file or the Hub."""
+        """The manager of the loaded model alone: no request reads a file or the Hub."""
 
         def load_model_and_processor(self, *_: Any, **__: Any) -> Any:
             return model, chat.tokenizer
@@ -158,7 +169,7 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
         def shutdown(self) -> None:
             pass
 
-    logging.set_verbosity_error()  # it would log each request as a warning
+    logging.set_verbosity_error()  # otherwise each request is logged as a warning
     manager, state = OneModel(device=str(model.device), force_model=name), OneByOne()
     kinds = ("chat_handler", "completion_handler", "response_handler", "transcription_handler", "systemone_handler")
     app = build_server(manager, generation_state=state, **dict.fromkeys(kinds))  # type: ignore[arg-type]
@@ -181,25 +192,26 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
     app.add_route("/v1/models/{asked:path}", one_model)
 
     async def refuse(_: Any, error: Any) -> JSONResponse:
-        return JSONResponse(told(error.detail, error.status_code), error.status_code)
+        return JSONResponse(error_body(error.detail, error.status_code), error.status_code)
 
     async def fail(_: Any, error: Exception) -> JSONResponse:
-        return JSONResponse(told(one_line(error), 500), 500)
+        return JSONResponse(error_body(one_line(error), 500), 500)
 
     for kind in (HTTPException, 404, 405):
         app.add_exception_handler(kind, refuse)
     app.add_exception_handler(Exception, fail)
 
     most = min(MOST_BYTES, max(LEAST_BYTES, TOKEN_BYTES * context_of(model)))
-    app.add_middleware(WholeRequests, most=lambda _: most, form=told)  # the last one that is added sees a request first
+    # the middleware that is added last sees a request first
+    app.add_middleware(WholeRequests, most=lambda _: most, form=error_body)
     if key is not None:
-        app.add_middleware(KeyHolders, key=key, form=told)
-    app.add_middleware(OwnPagesOnly, local=local, form=told)
+        app.add_middleware(KeyHolders, key=key, form=error_body)
+    app.add_middleware(OwnPagesOnly, local=local, form=error_body)
     return app
 
 
 def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
-    """Return transformers' handlers of conversations and of texts, classes with an instance for each request."""
+    """Return transformers' handlers of chats and of completions: classes with an instance for each request."""
     from fastapi import HTTPException, Response
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
@@ -211,24 +223,24 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
     vocabulary, context = model.config.get_text_config().vocab_size, context_of(model)
     characters = context * max(map(len, chat.tokenizer.get_vocab()))
     reader = reader_of(chat.tokenizer)
-    reading = ThreadPoolExecutor(1, "reading")  # beside the event loop: it takes a second for the longest prompts
+    reading = ThreadPoolExecutor(1, "reading")  # not in the event loop: the longest prompts take a second
 
     class Checked:
-        """Does what a request asks for, or refuses it with status 400."""
+        """A handler that refuses with status 400 what it cannot do."""
 
         def prompt(self, body: dict[str, Any]) -> list[int]:
-            """Return the ids of its prompt; UserError where it has none."""
+            """Return the ids of the prompt; UserError if there is none."""
             raise NotImplementedError
 
         def read(self, raw: bytes) -> dict[str, Any]:
-            """Return what a request asks for; UserError where it cannot be done."""
+            """Return the settings of a request; UserError if it cannot be answered."""
             try:
-                body = parsed("The request", raw)
-                if problem := refusal(body):
+                body = parse_object("The request", raw)
+                if problem := reason_to_refuse(body):
                     raise UserError(problem)
                 settings = generation_config(body, chat, vocabulary)
                 ids = self.prompt(body)
-                fit(body, settings, len(ids), context)
+                fit_context(body, settings, len(ids), context)
             except RecursionError as error:
                 raise UserError("The request is nested too deeply.") from error
             body["generation_config"] = json.dumps(settings)
@@ -260,7 +272,7 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
             messages: Any = body.get("messages")
             if problem := not_text(messages):
                 raise UserError(problem)
-            # Nothing else of them: with a list of `tool_calls`, an empty one too, transformers drops the content.
+            # Only these fields: transformers drops the content of a message with `tool_calls`, even an empty list.
             messages = [{"role": each["role"], "content": each["content"]} for each in messages]
             body["messages"] = self.get_processor_inputs_from_messages(messages, Modality.LLM)
             check_size(sum(len(each["content"]) for each in body["messages"]), characters, context)
@@ -277,25 +289,25 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
 
 
 async def hung_up(request: Request) -> None:
-    """Wait until the client of a request no longer waits for its answer."""
+    """Wait until the client of a request disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def told(message: str, status: int) -> dict[str, Any]:
-    """Return an error in the form that clients of OpenAI's interface show."""
+def error_body(message: str, status: int) -> dict[str, Any]:
+    """Return an error in the form of OpenAI's interface."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 async def as_openai_streams(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Give a stream of transformers the end that OpenAI's has.
+    """Yield a stream of transformers with the end of an OpenAI stream.
 
-    transformers' own message of an error in the middle is not valid JSON where it has a quote.
+    An error message of transformers in the middle is not valid JSON if it has a quote.
     """
     async for piece in pieces:
         before, error, words = piece.partition('data: {"error": "')  # within JSON each quote has a backslash
-        yield before + (f"data: {json.dumps(told(' '.join(words[:-4].split()), 500))}\n\n" if error else "")
+        yield before + (f"data: {json.dumps(error_body(' '.join(words[:-4].split()), 500))}\n\n" if error else "")
     yield "data: [DONE]\n\n"
 
 

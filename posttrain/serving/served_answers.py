@@ -1,8 +1,8 @@
 """Where does a served answer end?  With the stop token, before a stop text, at its longest length, or with its client.
 
-transformers' own server counts an answer of the longest length as cut although its last token is the stop token,
-returns the stop text, finds one that began in the prompt, and goes on where the client of a whole answer has left. So
-it generates through `Answers`, in the place of its own manager.
+transformers' own server calls an answer cut if its last token is the stop token at the longest length, returns the stop
+text, finds one that starts in the prompt, and continues after the client of a whole answer has disconnected. `Answers`
+replaces its manager.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.runtime import compat
 
 
 class Cutter:
-    """Passes on a text up to the first of several stop texts, however the text is cut into pieces.
+    """A filter that ends a text before the first of several stop texts, however the text is cut into pieces.
 
     >>> cutter = Cutter(["The end"])
     >>> [cutter.take(piece) for piece in ("So. T", "he", "re. The e", "nd of it")], cutter.found
@@ -32,10 +32,10 @@ class Cutter:
         self.stops, self.found, self._held = stops, False, ""
 
     def take(self, piece: str) -> str:
-        """Return what can be said by now: the beginning of a stop text is held back until the next piece."""
+        """Return the text that can be sent now; the beginning of a stop text is held back until the next piece."""
         text, self._held = self._held + piece, ""
         ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if ends:  # the one that is complete first counts
+        if ends:  # the one that is complete first
             self.found = True
             return text[: min(ends)[1]]
         sizes = [range(1, min(len(stop), len(text) + 1)) for stop in self.stops]
@@ -45,22 +45,22 @@ class Cutter:
         return text[: len(text) - keep]
 
     def rest(self) -> str:
-        """Return what was held back, once no piece follows."""
+        """Return the text that was held back, after the last piece."""
         held, self._held = self._held, ""
         return held
 
 
 class Ended(Exception):
-    """The answer ends here: a stop text is complete, or nobody waits any more."""
+    """Raised to end an answer: a stop text is complete, or the client has disconnected."""
 
 
 class Writer(BaseStreamer):
-    """Sends what `generate` writes to a queue of transformers' server; ends the generation at a stop text.
+    """A streamer of `generate` that sends text to a queue of transformers' server and ends at a stop text.
 
     tokenizer: of the library `tokenizers`
-    parser: sorts the text into content and thought where transformers knows the model to reason, or None
+    parser: separates content and thought of a reasoning model; otherwise None
     ends: the ids of the tokens that end an answer
-    stopped: whether the answer ended by itself, by its stop token or a stop text
+    stopped: whether the answer ended with its stop token or a stop text
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Writer(BaseStreamer):
         self.tokenizer, self.parser, self.ends, self.send = tokenizer, parser, ends, send
         self.cutter, self.text = Cutter(stops), ""
         self.ids: list[int] = []
-        self.stopped = self._cancelled = self._begun = False
+        self.stopped = self._cancelled = self._started = False
         self._plain, self._decoded = parser is None, ""  # a parser looks for special tokens
         self._decoding = DecodeStream([], skip_special_tokens=self._plain)
         if parser is not None:
-            self._pass_on(parser.initial_events)
+            self._send_events(parser.initial_events)
 
     @property
     def total_tokens(self) -> int:
@@ -85,15 +85,15 @@ class Writer(BaseStreamer):
     def put(self, value: Any) -> None:
         if self._cancelled:
             raise Ended
-        if not self._begun:  # the prompt
-            self._begun = True
+        if not self._started:  # the prompt
+            self._started = True
             return
         for token in value.tolist():
             self.ids.append(token)
             self.stopped = token in self.ends
             piece = self._decoding.step(self.tokenizer, token) or ""
             self._decoded += piece
-            self._say(self.cutter.take(piece))
+            self._send_text(self.cutter.take(piece))
             if self.cutter.found:
                 self.stopped = True
                 raise Ended
@@ -102,37 +102,37 @@ class Writer(BaseStreamer):
         pass
 
     def close(self) -> None:
-        """Say what was held back, half a character at the end included; nothing is written after this."""
+        """Send the text that was held back, also an incomplete character at the end."""
         if not self.cutter.found:
             whole = self.tokenizer.decode(self.ids, skip_special_tokens=self._plain)
             half = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
-            self._say(self.cutter.take(half) + self.cutter.rest())
+            self._send_text(self.cutter.take(half) + self.cutter.rest())
         if self.parser is not None:
-            with suppress(ValueError, RuntimeError):  # cut inside of a field, such as a call of a tool
-                self._pass_on(self.parser.finalize()[1])
+            with suppress(ValueError, RuntimeError):  # cut within a field, such as a tool call
+                self._send_events(self.parser.finalize()[1])
 
-    def _say(self, text: str) -> None:
+    def _send_text(self, text: str) -> None:
         self.text += text
         if text and self.parser is not None:
-            self._pass_on(self.parser.feed(text))
+            self._send_events(self.parser.feed(text))
         elif text:
             self.send(text)
 
-    def _pass_on(self, events: list[dict[str, Any]]) -> None:
+    def _send_events(self, events: list[dict[str, Any]]) -> None:
         for item in response_events_to_chunks(events):
             self.send(item)
 
 
 class Answers(GenerateManager):
-    """Generates for one request after the other, in a thread of its own."""
+    """A manager that answers one request after another, in its own thread."""
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Any]:
-        """Return a queue that gets pieces of text, then None or an error, and the writer behind it.
+        """Return a queue that receives pieces of text, then None or an error, and the writer that fills it.
 
-        transformers decides afterwards whether an answer was cut, by comparing its length with `max_new_tokens` of
-        `gen_config`: an answer that has ended by itself takes that limit out.
+        transformers compares the length with `max_new_tokens` of `gen_config` to see whether the answer was cut. So an
+        answer that has ended removes that limit.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         stops, gen_config.stop_strings = gen_config.stop_strings or [], None
@@ -149,7 +149,7 @@ class Answers(GenerateManager):
                 model.generate(**inputs, streamer=writer, generation_config=gen_config)
             except Ended:
                 pass
-            except Exception as error:  # told to the client; the next request may be answered
+            except Exception as error:  # sent to the client; the server continues
                 send(compat.stream_error()(str(error)))
                 return
             writer.close()
@@ -163,7 +163,7 @@ class Answers(GenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Return text, tokens of the prompt, and ids of a whole answer; cancelling this ends the generation."""
+        """Return text, prompt length and ids of a whole answer; cancelling this ends the generation."""
         stops, failure = gen_config.stop_strings or [], compat.stream_error()
         queue, writer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
         try:
@@ -173,13 +173,13 @@ class Answers(GenerateManager):
         except asyncio.CancelledError:
             writer.cancel()
             raise
-        # transformers would parse the ids, which hold the stop text
+        # transformers would parse the ids, which include the stop text
         processor.written = Cutter(stops).take(processor.decode(writer.ids, skip_special_tokens=False))
         return writer.text, inputs["input_ids"].shape[-1], writer.ids
 
 
 class OneByOne(GenerationState):
-    """transformers' state of a server that generates through `Answers`."""
+    """The state of transformers' server, with `Answers` as its manager."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,14 +190,14 @@ class OneByOne(GenerationState):
 
 
 def reader_of(tokenizer: Any) -> Callable[[list[int]], Any]:
-    """Return a function that makes the tokenizer of one request from the ids of its prompt, which was read before.
+    """Return a function that makes the tokenizer of a request from the ids of its prompt.
 
-    transformers reads the prompt while the whole server waits, and a chat's with control tokens in its texts.
+    transformers would tokenize in the event loop, and would read control tokens in the texts of a chat.
     """
     import torch
     from transformers import BatchEncoding
 
-    class Read(type(tokenizer)):
+    class WithPrompt(type(tokenizer)):
         prompt: Any
         written = ""  # the answer, with its special tokens
 
@@ -212,7 +212,7 @@ def reader_of(tokenizer: Any) -> Callable[[list[int]], Any]:
 
     def read(ids: list[int]) -> Any:
         one, ids_1T = copy.copy(tokenizer), torch.tensor([ids])
-        one.__class__ = Read
+        one.__class__ = WithPrompt
         one.prompt = BatchEncoding({"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)})
         return one
 

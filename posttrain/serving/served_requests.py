@@ -1,4 +1,4 @@
-"""What may a request to our OpenAI-compatible server ask for?  What it cannot have is refused in words (status 400)."""
+"""What can a request to the OpenAI-compatible server ask for?  Anything else is refused with a message (status 400)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from posttrain.types import UserError, one_line
 if TYPE_CHECKING:
     from posttrain.models import Chat
 
-EXTENSIONS = ("top_k", "min_p", "repetition_penalty")  # names of vLLM, which the interface of OpenAI lacks
-# What transformers would ignore although the answer would be another one, and the values that ask for nothing.
+EXTENSIONS = ("top_k", "min_p", "repetition_penalty")  # names of vLLM, not in OpenAI's interface
+# Fields that transformers ignores although they change the answer, with their values that change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
-    "logprobs": (None, False),  # for a completion 0 asks for those of the text itself
+    "logprobs": (None, False),  # 0 asks for those of the sampled tokens in a completion
     "top_logprobs": (None,),
     "presence_penalty": (None, 0, 0.0),
     "response_format": (None, {"type": "text"}),
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "chat_template_kwargs": (None, {}),
 }
-# Where transformers would fail in the middle of a stream, or not at all.
+# Values outside of these limits make transformers fail in the middle of a stream, or are ignored.
 LIMITS: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 100),
     "top_p": (float, 1e-9, 1),
@@ -44,27 +44,27 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "max_completion_tokens": (int, 1, 1 << 30),
     "seed": (int, 0, (1 << 64) - 1),
 }
-GENERATION = ("max_new_tokens", "temperature", "top_p", *EXTENSIONS)  # of transformers' many settings
+GENERATION = ("max_new_tokens", "temperature", "top_p", *EXTENSIONS)  # the keys of a generation_config
 MOST_BIAS, MOST_STOPS = 100, 4  # as OpenAI's
-LONGEST_STOP = 64  # characters, which are looked for after each token
+LONGEST_STOP = 64  # characters; searched after each token
 MOST_MESSAGES = 2048  # as OpenAI's
-LONGEST = 1024  # new tokens where a request names no limit, as in transformers
+LONGEST = 1024  # new tokens of a request without a limit, as in transformers
 
 
-def parsed(what: str, text: Any) -> dict[str, Any]:
-    """Return the JSON object in a text; UserError for anything else, and for half a surrogate pair in it."""
+def parse_object(what: str, text: Any) -> dict[str, Any]:
+    """Return the JSON object in a text; UserError for anything else, also for half a surrogate pair in it."""
     try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False).encode()
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, TypeError) as error:
         raise UserError(f"{what} cannot be read as a JSON object: {one_line(error)}.") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{what} is not a JSON object.")
-    return found
+    return value
 
 
-def refusal(body: dict[str, Any]) -> str | None:
-    """Return why a request cannot be answered; None where it can."""
+def reason_to_refuse(body: dict[str, Any]) -> str | None:
+    """Return why a request cannot be answered; None if it can."""
     for key, harmless in REFUSED.items():
         if not any(type(body.get(key)) is type(one) and body.get(key) == one for one in harmless):
             return f"{key} is not supported here."
@@ -82,56 +82,58 @@ def refusal(body: dict[str, Any]) -> str | None:
     return beyond_limits(body)
 
 
-def beyond_limits(given: dict[str, Any]) -> str | None:
-    """Return which number is outside its limits; None where all are inside."""
+def beyond_limits(options: dict[str, Any]) -> str | None:
+    """Return which number is outside its limits; None if all are inside."""
     for key, (kind, low, high) in LIMITS.items():
-        value = given.get(key)
+        value = options.get(key)
         if value is not None and not (type(value) in (int, kind) and low <= value <= high):
             number = "a whole number" if kind is int else "a number"
             return f"{key} is {value!r:.40}, not {number} from {low:g} to {high:g}."
-    cold = given.get("temperature")
-    if cold and cold < COLDEST:
-        return f"temperature is {cold}: write 0, which takes the likeliest token, or a number from {COLDEST:g} on."
+    temperature = options.get("temperature")
+    if temperature and temperature < COLDEST:
+        return (
+            f"temperature is {temperature}: write 0, which takes the likeliest token, or a number from {COLDEST:g} on."
+        )
     return None
 
 
 def not_text(messages: Any) -> str | None:
-    """Return what is not text in the messages, which transformers would leave out silently; None for text alone."""
+    """Return why the messages are not only text, which transformers would drop silently; None if they are."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return "messages is not a list of messages."
     if len(messages) > MOST_MESSAGES:
         return f"messages holds {len(messages)} messages, more than {MOST_MESSAGES}."
     for message in messages:
         if not isinstance(message.get("role"), str):
-            return f"messages holds one whose role is {message.get('role')!r:.40}, not a text."
+            return f"messages holds a message whose role is {message.get('role')!r:.40}, not a text."
         parts = message.get("content")
         if not isinstance(parts, str | list) or parts == []:
-            return f"messages holds one whose content is {parts!r:.40}, not a text."
+            return f"messages holds a message whose content is {parts!r:.40}, not a text."
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
-                return f"messages holds a part of type {kind!r:.40}: this model reads text alone."
+                return f"messages holds a part of type {kind!r:.40}: this model reads only text."
         if message.get("tool_calls") or message.get("function_call") or message.get("audio"):
-            return "messages holds calls of tools, or sound: this model reads text alone."
+            return "messages holds tool calls or audio: this model reads only text."
     return None if messages else "messages is empty."
 
 
-def fit(body: dict[str, Any], settings: dict[str, Any], prompt: int, context: int) -> None:
-    """Set the longest answer, at most the rest of the context; UserError where a request does not fit into that."""
+def fit_context(body: dict[str, Any], settings: dict[str, Any], prompt: int, context: int) -> None:
+    """Set `max_new_tokens`, at most the rest of the context; UserError if the request does not fit."""
     limits = [body.get("max_completion_tokens"), body.get("max_tokens")]
-    asked = next((one for one in limits if one is not None), settings["max_new_tokens"])
+    wanted_tokens = next((one for one in limits if one is not None), settings["max_new_tokens"])
     if not prompt:
         raise UserError("The prompt is empty.")
-    if prompt + (asked or 1) > context:
+    if prompt + (wanted_tokens or 1) > context:
         raise UserError(
             f"The context of this model has {context} tokens. The prompt has {prompt}, and the answer may have "
-            f"{asked or 'one or more'}: shorten the prompt, or lower max_tokens."
+            f"{wanted_tokens or 'one or more'}: shorten the prompt, or lower max_tokens."
         )
-    settings["max_new_tokens"] = asked or min(LONGEST, context - prompt)
+    settings["max_new_tokens"] = wanted_tokens or min(LONGEST, context - prompt)
 
 
 def check_size(characters: int, most: int, context: int) -> None:
-    """Raise UserError where a prompt has too many characters for the context, before its tokens are counted."""
+    """Raise UserError if a prompt has too many characters for the context, before it is tokenized."""
     if characters > most:
         raise UserError(
             f"The context of this model has {context} tokens. The prompt has {characters} characters, which cannot fit "
@@ -140,20 +142,20 @@ def check_size(characters: int, most: int, context: int) -> None:
 
 
 def generation_config(body: dict[str, Any], chat: Chat, vocabulary: int) -> dict[str, Any]:
-    """Return what transformers generates with: what the request says, else OpenAI's defaults rather than the model's.
+    """Return the generation config of transformers: the request's settings, otherwise OpenAI's defaults.
 
-    A model's own config may sample greedily, or from the 50 likeliest tokens, whatever temperature is asked for.
-    Where the request names no longest answer, `max_new_tokens` is None.
+    The model's own defaults may be greedy or top-k sampling, whatever the temperature of the request is. Without
+    a limit in the request `max_new_tokens` is None.
     """
-    given = body.get("generation_config")
-    given = {} if given is None else parsed("generation_config", given)
-    if unknown := [key for key in given if key not in GENERATION]:
-        raise UserError(f"generation_config: {unknown[0]!r:.40} is not taken here, only {', '.join(GENERATION)}.")
-    given = {name: body.pop(name) for name in EXTENSIONS if name in body} | given
-    if problem := beyond_limits(given):
+    raw = body.get("generation_config")
+    options = {} if raw is None else parse_object("generation_config", raw)
+    if unknown := [key for key in options if key not in GENERATION]:
+        raise UserError(f"generation_config: {unknown[0]!r:.40} is not supported here, only {', '.join(GENERATION)}.")
+    options = {name: body.pop(name) for name in EXTENSIONS if name in body} | options
+    if problem := beyond_limits(options):
         raise UserError(f"generation_config: {problem}")
     settings: dict[str, Any] = {"max_new_tokens": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    settings |= {name: value for name, value in given.items() if value is not None}
+    settings |= {name: value for name, value in options.items() if value is not None}
     temperature = body.get("temperature")
     settings["do_sample"] = (settings["temperature"] if temperature is None else temperature) > 0
     if biases := body.pop("logit_bias", None):
@@ -169,11 +171,11 @@ def sequence_bias(biases: Any, vocabulary: int) -> list[tuple[list[int], float]]
     """
     if not isinstance(biases, dict):
         raise UserError('logit_bias is not an object of tokens and numbers, such as {"5": -100}.')
-    found = []
+    sequences = []
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal() and int(token[:20]) < vocabulary):
             raise UserError(f"logit_bias: {token!r:.40} is not a token of this model, an integer below {vocabulary}.")
         if type(bias) not in (int, float) or not -MOST_BIAS <= bias <= MOST_BIAS:
             raise UserError(f"logit_bias: {bias!r:.40} is not a number from -{MOST_BIAS} to {MOST_BIAS}.")
-        found.append(([int(token)], float(bias)))
-    return found
+        sequences.append(([int(token)], float(bias)))
+    return sequences

@@ -39,8 +39,8 @@ from posttrain.report import (
     training_log,
     verdict,
 )
-from posttrain.report.episodes import Pictures, gif, replay
-from posttrain.report.page import build_transcripts, read
+from posttrain.report.episodes import Pictures, acted_out, evaluation_stage, gif
+from posttrain.report.page import build_transcripts, read_run
 from posttrain.report.rendering import TEMPLATES
 from posttrain.serving.publish import measured
 from posttrain.types import Record, UserError
@@ -178,12 +178,16 @@ def results(run: Path) -> Record:
 
 @pytest.fixture(scope="module")
 def rows(run: Path) -> Rows:
-    return [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    return read_rows(run)
 
 
 @pytest.fixture(scope="module")
 def html(run: Path) -> str:
     return (run / "report.html").read_text()
+
+
+def read_rows(folder: Path) -> Rows:
+    return [json.loads(line) for line in (folder / "transcripts.jsonl").read_text().splitlines()]
 
 
 def words_of(html: str) -> str:
@@ -262,8 +266,7 @@ def hostile_run(run: Path, folder: Path) -> tuple[Path, str]:
             found["n"] = f"{found['n']}{MARK}"
         for found in entry["envs"].values():
             found["levels"] = f"{found['levels']}{MARK}"
-    given = map(json.loads, (run / "transcripts.jsonl").read_text().splitlines())
-    rows = [spoiled(row, renamed) for row in given if row["index"] < 3]
+    rows = [spoiled(row, renamed) for row in read_rows(run) if row["index"] < 3]
     folder.mkdir()
     (folder / "results.json").write_text(json.dumps(changed))
     write_rows(folder / "transcripts.jsonl", *rows)
@@ -288,7 +291,7 @@ def hostile_pages(run: Path, folder: Path) -> list[Path]:
     place, first = hostile_run(run, folder)
     found = [report.build(place), build_transcripts(place / "transcripts.jsonl")]
     found.append(build_transcripts(place / f"phase3{MARK}" / "transcripts.jsonl"))
-    return [*found, comparison.build([f"{place}:{first}", str(place)])]
+    return [*found, comparison.build_comparison([f"{place}:{first}", str(place)])]
 
 
 class Page(HTMLParser):
@@ -384,7 +387,7 @@ def test_curves_are_of_the_phases_that_were_trained_here(html: str) -> None:
 
 def test_episodes_are_shown_as_they_were_played(rows: Rows, results: Record, html: str) -> None:
     solved = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "phase3" and r["success"])
-    frames, turns = replay(results, solved)
+    frames, turns = acted_out(evaluation_stage(results, solved), solved)
     assert len(frames) == 1 + len(solved["actions"])
     assert [action for _, taken in turns for action in taken] == solved["actions"]
     env = make(solved["part"], render_mode="rgb_array")
@@ -415,13 +418,13 @@ def test_animation_shows_the_same_levels_side_by_side(
     run: Path, rows: Rows, results: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["base", "phase2", "phase3"]
-    found = animation.episodes(results, rows, names, levels=2)
+    found = animation.shown_episodes(results, rows, names, levels=2)
     assert set(found) == {(env, name, n) for env in ("frozen_lake", "sokoban") for name in names for n in (0, 1)}
     lengths = {place: len(animation.panels(results, row)) for place, row in found.items()}
     for place, row in found.items():
         panels = animation.panels(results, row)
         assert lengths[place] >= 1 + row["turns"] and panels[-1].end and not any(panel.end for panel in panels[:-1])
-        assert (panels[-1].frame == replay(results, row)[0][-1]).all()
+        assert (panels[-1].frame == acted_out(evaluation_stage(results, row), row)[0][-1]).all()
         assert (panels[-1].end == "solved") == row["success"]
     shown = list(animation.pictures(results, found, names))
     longest = [max(length for (*_, level), length in lengths.items() if level == n) for n in (0, 1)]
@@ -464,7 +467,7 @@ def test_long_answers_are_cut_and_folded() -> None:
     assert sections.folded("short <b>") == ("short <b>", "")
     opening, rest = sections.folded("a<" * 200)
     assert opening + rest == "a<" * 200 and len(opening) == sections.OPENING_CHARACTERS
-    assert sections.cut("a\nb") == "a ↵ b" and len(sections.cut("\n" * 5000)) == sections.SHOWN_CHARACTERS + 2
+    assert sections.shorten("a\nb") == "a ↵ b" and len(sections.shorten("\n" * 5000)) == sections.SHOWN_CHARACTERS + 2
 
 
 def test_a_checkpoint_that_failed_is_named_everywhere(run: Path, tmp_path: Path) -> None:
@@ -508,9 +511,8 @@ def test_differences_have_the_names_of_the_table() -> None:
     assert tables.what(where) == "Math (toy sums): accuracy"
     assert tables.what(where | {"part": "gsm8k"}) == "GSM8K: accuracy"
     assert tables.what(where | {"part": "unseen_operands"}) == "Math, unseen operands: accuracy"
-    assert tables.what({"suite": "envs", "part": "frozen_lake", "metric": "failed"}) == (
-        "Frozen lake: ended in a failure"
-    )
+    failed = {"suite": "envs", "part": "frozen_lake", "metric": "failed"}
+    assert tables.what(failed) == "Frozen lake: ended in a failure"
 
 
 def test_every_figure_has_a_label_where_a_phone_shows_no_head(html: str) -> None:
@@ -525,7 +527,7 @@ def test_every_figure_has_a_label_where_a_phone_shows_no_head(html: str) -> None
 
 def test_replay_of_a_silent_player_is_one_picture(rows: Rows, results: Record) -> None:
     silent = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "base")
-    frames, turns = replay(results, silent)
+    frames, turns = acted_out(evaluation_stage(results, silent), silent)
     assert len(frames) == 1 and len(turns) == 8
     assert all(taken == [] for _, taken in turns)
     with Image.open(BytesIO(gif(frames))) as image:
@@ -567,6 +569,10 @@ def test_damaged_results_are_refused(run: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="damaged or not what"):
             comparison.open_model(str(tmp_path))
     assert not (tmp_path / "report.html").exists()
+    shutil.copy(run / "results.json", tmp_path)
+    (tmp_path / "transcripts.jsonl").write_text("{torn")
+    with pytest.raises(UserError, match=r"The files in .* are damaged .* Measure again"):
+        comparison.open_model(str(tmp_path))
 
 
 def test_markdown_holds_every_table(run: Path, results: Record) -> None:
@@ -670,9 +676,9 @@ def test_goals_about_absent_checkpoints_are_left_out(results: Record) -> None:
 
 def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Path, results: Record) -> None:
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
-    steps = verdict.steps(run, *read(run))
-    found = sections.change(steps, "phase1", math)
-    assert found is not None and found.change.low > 0 and sections.change(steps, "base", math) is None
+    steps = verdict.steps(run, *read_run(run))
+    found = sections.change_since_last(steps, "phase1", math)
+    assert found is not None and found.change.low > 0 and sections.change_since_last(steps, "base", math) is None
     assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', CHANGED(found))
     unsure = found._replace(change=metrics.Interval(0.01, -0.1, 0.1), parts=[])
     assert "(-10.0 to +10.0)<br>cannot tell</i>" in CHANGED(unsure)
@@ -683,7 +689,7 @@ def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
     together = alone = 0
     for old, new in itertools.pairwise(NAMES):
         before, after = (comparison.open_model(f"{run}:{name}") for name in (old, new))
-        for each in verdict.compare(before, after):
+        for each in verdict.compare_models(before, after):
             assert CHANGED(each) in html
             single = verdict.compare_rows(each.column, verdict.common_rows(before, after, each.column), 0.025, 0)
             together += each.verdict != "cannot tell"
@@ -691,7 +697,7 @@ def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
     assert html.count('<i class="change ') == 18 and together <= alone
 
 
-def test_each_phase_is_told_in_a_sentence(run: Path, results: Record, html: str) -> None:
+def test_each_phase_has_a_sentence(run: Path, results: Record, html: str) -> None:
     (told,) = re.findall(r'<ul class="phases">(.*?)</ul>', html, re.DOTALL)
     found = [words_of(item) for item in re.findall(r"<li>(.*?)</li>", told, re.DOTALL)]
     assert [words.split(":")[0] for words in found] == [
@@ -702,7 +708,7 @@ def test_each_phase_is_told_in_a_sentence(run: Path, results: Record, html: str)
         assert all(words.count(column.title) == 1 for column in tables.columns(results))
 
 
-def test_cost_and_data_are_told_as_far_as_they_are_known(run: Path, results: Record, tmp_path: Path) -> None:
+def test_cost_and_data_as_far_as_they_are_recorded(run: Path, results: Record, tmp_path: Path) -> None:
     folders = training_log.phase_folders(results, run)
     assert folders["base"] is None and folders["phase1"] == run / "phase1" and training_log.data(folders) == []
     assert training_log.cost(results, folders)["rows"][0][2:] == ("not recorded", "not recorded", "", "not recorded")
@@ -752,12 +758,11 @@ def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(
     assert all("frames" not in row and "without pictures" in row["facts"] for row in played[:-1])
     place = tmp_path / "phase4"  # of two phases the later one has them, and the episodes stay in their order
     place.mkdir()
-    given = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
-    episodes = [row for row in given if row["suite"] == "envs"]
+    episodes = [row for row in read_rows(run) if row["suite"] == "envs"]
     for folder, row in ((tmp_path, episodes[0]), (place, episodes[-1])):
         shutil.copy(run / "results.json", folder)
         write_rows(folder / "transcripts.jsonl", row)
-    first, last = training_log.episodes({"phase3": tmp_path, "phase4": place}, Pictures())
+    first, last = training_log.recorded_episodes({"phase3": tmp_path, "phase4": place}, Pictures())
     assert "frames" in last and "frames" not in first and first["from"] == episodes[0]["checkpoint"]
 
 
@@ -785,11 +790,11 @@ def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_
         transcripts_of(tmp_path, row)
 
 
-def test_a_line_that_is_no_episode_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_an_episode_is_named(tmp_path: Path) -> None:
     file = tmp_path / "transcripts.jsonl"
     with pytest.raises(UserError, match=r"There is no file .*transcripts.jsonl"):
         build_transcripts(file)
-    none = "does not hold a whole row"
+    none = "does not hold a complete row"
     lines = {'{"messages": [7]}\n': "Line 1 of .* is not an episode", "": none, "[1]\n": none, "{\n{}\n": "damaged"}
     for line, told in lines.items():
         file.write_text(line)
@@ -825,13 +830,11 @@ def test_long_lines_are_thinned_to_their_ends() -> None:
 
 
 def test_curves_take_environment_names_from_their_keys() -> None:
-    rows = [
-        {"step": 1, "evaluation/frozen_lake/success": 0.5, "evaluation/success": 0.4, "loss": None},
-        {"step": 2, "x": "y"},
-    ]
-    assert training_log.series(rows, [("evaluation/*/success", "*"), ("loss", "training")]) == {
-        "frozen lake": [(1, 0.5)]
-    }
+    row = {"step": 1, "evaluation/frozen_lake/success": 0.5, "evaluation/success": 0.4, "loss": None}
+    lines = training_log.curve_lines(
+        [row, {"step": 2, "x": "y"}], [("evaluation/*/success", "*"), ("loss", "training")]
+    )
+    assert lines == {"frozen lake": [(1, 0.5)]}
 
 
 # -------------------------------------------------------------------------------------------------- comparing runs
@@ -842,7 +845,7 @@ def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same evaluation of another run, whose last checkpoint plays better and has forgotten what it was told."""
     folder = tmp_path_factory.mktemp("others") / "other"
     folder.mkdir()
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    rows = read_rows(run)
     for row in rows:
         if row["checkpoint"] == "phase3" and row["suite"] == "recall":
             row["accuracy"] = row["accuracy"] and row["index"] % 2 == 0
@@ -861,7 +864,7 @@ def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_verdicts_are_better_worse_and_cannot_tell(run: Path, other: Path) -> None:
     before, after = (comparison.open_model(f"{folder}") for folder in (run, other))
-    found = {each.column.title: each for each in verdict.compare(before, after)}
+    found = {each.column.title: each for each in verdict.compare_models(before, after)}
     assert len(found) == 6
     assert found["Recall"].verdict == "worse" and found["Recall"].change.high < 0 and found["Recall"].n == 60
     assert {each.verdict for title, each in found.items() if title != "Recall"} == {"cannot tell"}
@@ -874,18 +877,18 @@ def test_verdicts_are_better_worse_and_cannot_tell(run: Path, other: Path) -> No
 
     two = comparison.open_model(f"{run}:phase2")
     assert two.checkpoint == "phase2" and two.title == "made_up:phase2"
-    found = {each.column.title: each for each in verdict.compare(two, comparison.open_model(f"{other}:phase2"))}
+    found = {each.column.title: each for each in verdict.compare_models(two, comparison.open_model(f"{other}:phase2"))}
     assert found["Sokoban"].verdict == "better" and found["Frozen lake"].verdict == "better"
-    back = {each.column.title: each for each in verdict.compare(comparison.open_model(f"{other}:phase2"), two)}
+    back = {each.column.title: each for each in verdict.compare_models(comparison.open_model(f"{other}:phase2"), two)}
     assert back["Sokoban"].verdict == "worse" and back["Sokoban"].change.value == -found["Sokoban"].change.value
     assert verdict.overall([found["Sokoban"], back["Sokoban"]])[0] == "mixed"
 
 
 def test_less_repetition_is_better(run: Path) -> None:
     one, two = (comparison.open_model(f"{run}:{name}") for name in ("phase1", "phase2"))
-    (repetition,) = [each for each in verdict.compare(one, two) if each.column.suite == "repetition"]
+    (repetition,) = [each for each in verdict.compare_models(one, two) if each.column.suite == "repetition"]
     assert repetition.change.value < 0 and repetition.verdict in ("better", "cannot tell")
-    (again,) = [each for each in verdict.compare(two, one) if each.column.suite == "repetition"]
+    (again,) = [each for each in verdict.compare_models(two, one) if each.column.suite == "repetition"]
     assert again.verdict == {"better": "worse", "cannot tell": "cannot tell"}[repetition.verdict]
 
 
@@ -910,7 +913,7 @@ def test_the_items_that_are_needed_do_tell() -> None:
     assert comparison.needed(close) == words
 
 
-def test_where_no_difference_is_seen_the_levels_are_told_that_would_show_five_points() -> None:
+def test_without_a_difference_the_page_says_how_many_levels_show_five_points() -> None:
     column = tables.Column("Lake", "", "envs", "lake", "success", "")
     pairs = [({"success": number % 2 == 0}, {"success": number % 2 == 1}) for number in range(60)]
     pairs += [({"success": True}, {"success": True})] * 240
@@ -964,12 +967,8 @@ def test_few_items_tell_nothing_and_say_how_many_would(n: int) -> None:
 def test_what_to_type_next_is_meant_for_this_run(results: Record) -> None:
     """The quickstart's models are talked to with the quickstart's presets."""
     endpoint = {"endpoint": "http://x"}
-    places = {
-        "base": endpoint,
-        "phase1": endpoint,
-        "phase2": "runs/my run/phase2/final",
-        "phase3": "runs/q/phase3/final",
-    }
+    local = {"phase2": "runs/my run/phase2/final", "phase3": "runs/q/phase3/final"}
+    places = {"base": endpoint, "phase1": endpoint, **local}
     asked = results | {"config": results["config"] | {"checkpoints": places}}
     found = [command for _, command in sections.commands(asked, Path("runs/q"))]
     chat = "python inference_with_improved_settings.py --config configs/quickstart/chat.yaml"
@@ -983,38 +982,31 @@ def test_what_to_type_next_is_meant_for_this_run(results: Record) -> None:
 def test_several_intervals_hold_together(run: Path, other: Path) -> None:
     """Six figures at once: each interval is wider than one alone would be."""
     before, after = (comparison.open_model(f"{folder}") for folder in (run, other))
-    found = next(each for each in verdict.compare(before, after) if each.column.title == "Recall")
+    found = next(each for each in verdict.compare_models(before, after) if each.column.title == "Recall")
     pairs = verdict.common_rows(before, after, found.column)
     alone = verdict.compare_rows(found.column, pairs, 0.025, 0)
     assert found.change.low < alone.change.low < alone.change.high < found.change.high
     assert found.change.value == alone.change.value
 
 
-def test_transcripts_of_one_damaged_row_are_no_empty_ones(run: Path, tmp_path: Path) -> None:
-    broken = Path(shutil.copytree(run, tmp_path / "broken"))
-    (broken / "transcripts.jsonl").write_text("{torn")
-    with pytest.raises(UserError, match=r"The files in .*broken are damaged .* Measure again"):
-        comparison.open_model(str(broken))
-
-
-def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_path: Path) -> None:
+def test_figures_of_other_items_or_sampling_are_not_compared(run: Path, other: Path, tmp_path: Path) -> None:
     before = comparison.open_model(str(run))
     changed = json.loads((other / "results.json").read_text())
     changed["config"]["settings"][0]["temperature"] = 0.3  # what the headlines were sampled with
     mine = comparison.open_model(str(other))._replace(results=changed)
-    assert [each.column.suite for each in verdict.compare(before, mine)] == ["preferences"]
-    ((*_, apart),) = comparison.verdicts(before, [mine], [verdict.compare(before, mine)])
+    assert [each.column.suite for each in verdict.compare_models(before, mine)] == ["preferences"]
+    ((*_, apart),) = comparison.verdicts(before, [mine], [verdict.compare_models(before, mine)])
     assert apart[:2] == ["Math (toy sums)", "Recall"] and "Sokoban" in apart and "Preferences" not in apart
-    ((*_, apart),) = comparison.verdicts(before, [before], [verdict.compare(before, before)])
+    ((*_, apart),) = comparison.verdicts(before, [before], [verdict.compare_models(before, before)])
     assert apart == []
     for suite, limit in (("math", "max_new_tokens"), ("envs", "max_completion_length")):
         changed = json.loads((other / "results.json").read_text())
         changed["config"]["suites"][suite][limit] += 1
-        found = {each.column.suite for each in verdict.compare(before, mine._replace(results=changed))}
+        found = {each.column.suite for each in verdict.compare_models(before, mine._replace(results=changed))}
         assert suite not in found and "recall" in found
     rows = [row | {"index": row["index"] + 1000} for row in mine.rows]
     with pytest.raises(UserError, match=r"have no figure in common .* same suites, settings and seed"):
-        verdict.compare(before, mine._replace(rows=rows))
+        verdict.compare_models(before, mine._replace(rows=rows))
     with pytest.raises(UserError, match=r"has no checkpoint last: write .*:NAME with one of base, phase1"):
         comparison.open_model(f"{run}:last")
 
@@ -1032,14 +1024,12 @@ def test_runs_side_by_side(run: Path, other: Path, capsys: pytest.CaptureFixture
 
 
 def test_standard_benchmarks_have_a_table_of_their_own(run: Path) -> None:
-    results, _ = read(run)
+    results, _ = read_run(run)
     before = report.markdown(results)
     found = {"metric": "exact_match", "filter": "strict-match", "value": 0.25, "stderr": 0.0125}
     entry = {"version": 3, "n": 50, "of": 1319, "fewshot": 5, "chat_template": True, "dtype": "bfloat16"}
-    entry |= {
-        "harness": "0.4.13",
-        "metrics": [found, {"metric": "ppl", "filter": "none", "value": 7.5, "stderr": None}],
-    }
+    perplexity = {"metric": "ppl", "filter": "none", "value": 7.5, "stderr": None}
+    entry |= {"harness": "0.4.13", "metrics": [found, perplexity]}
     results["benchmarks"] = {"phase3": {"digest": "x", "tasks": {"<gsm8k>": entry}}}
     text = report.markdown(results)
     row = "| phase3 | &lt;gsm8k> | 3 | exact_match (strict-match) | 0.25 ± 0.013 | 50 of 1319 |"
@@ -1054,7 +1044,7 @@ def test_standard_benchmarks_have_a_table_of_their_own(run: Path) -> None:
 
 def test_what_a_run_adds_to_a_published_model(run: Path) -> None:
     """Figures, plot and animation of exactly one checkpoint, here known by its name instead of a digest."""
-    results, _ = read(run)
+    results, _ = read_run(run)
     assert results["digests"] == {name: name for name in NAMES}
     found = measured.of_run(results, "phase3", run)
     with Image.open(BytesIO(found.files["before_and_after.gif"])) as moving:

@@ -105,11 +105,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(report, "plots", lambda *_: None)
         folder = build_run(tmp_path_factory.mktemp("browser") / "made_up", episodes=10, with_report=False)
     rows = [trained_episode(step, sample) for step in (10, 20) for sample in range(4)]
-    (folder / "phase3" / "transcripts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "phase3" / "transcripts.jsonl").write_text(jsonl(*rows))
     config = {"envs": [LAKE], "protocol": {"think": True}}
     (folder / "phase3" / "run_config.yaml").write_text(yaml.safe_dump(config))
     alarm = {"step": 30, "name": "entropy_collapse", "severity": "warn", "message": "It fell <b>.", "remedy": "Look."}
-    (folder / "phase3" / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    (folder / "phase3" / "alarms.jsonl").write_text(jsonl(alarm))
     source = {"path": "a.jsonl", "kind": "messages", "licence": "", "read": 1200, "dropped": {"empty <content>": 3}}
     (folder / "phase1" / "rows").mkdir()
     table = [source | {"train": 1100, "held_out": 97}]
@@ -157,6 +157,10 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert trouble == []
+
+
+def jsonl(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def slider(place: Any) -> str:
@@ -408,7 +412,7 @@ def test_every_control_is_reached_and_named(visit: Callable[..., Any], run: Path
 def test_a_comparison_is_read_and_stepped_on_any_screen(
     visit: Callable[..., Any], run: Path, width: int, scheme: str
 ) -> None:
-    page = visit(comparison.build([f"{run}:base", str(run), f"{run}:phase1"]), width, scheme)
+    page = visit(comparison.build_comparison([f"{run}:base", str(run), f"{run}:phase1"]), width, scheme)
     assert page.locator(".verdict b").all_inner_texts() == ["Better", "Better"]
     assert page.locator("table.headline .change").count() == 2 * 6
     page.locator("summary", has_text="Sokoban: made_up:base and made_up:phase3").click()
@@ -447,7 +451,7 @@ def many(count: int) -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("large") / "transcripts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in many(10_000)))
+    file.write_text(jsonl(*many(10_000)))
     return build_transcripts(file)
 
 
@@ -536,11 +540,11 @@ def test_hostile_files_are_shown_and_nothing_in_them_runs(
     page.close()
 
 
-def test_a_number_that_is_missing_is_said_to_be(visit: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_missing_number_is_shown_as_missing(visit: Callable[..., Any], tmp_path: Path) -> None:
     row = {"env": "x", "success": True, "messages": [{"role": "assistant", "content": "ab"}], "turn_penalties": [0.0]}
     token = {"text": ["ab"], "logprob": [float("-inf")], "entropy": [None], "advantage": [0.1], "loss": [1]}
     rows = [row | {"turn_rewards": [float("nan")], "tokens": [token]}, row | {"turn_rewards": [0.5]}]
-    (tmp_path / "transcripts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    (tmp_path / "transcripts.jsonl").write_text(jsonl(*rows))
     page = visit(build_transcripts(tmp_path / "transcripts.jsonl"))
     assert page.locator(".meta").inner_text() == "reward not a finite number"
     assert page.locator(".shown h3 small").inner_text() == "the reward is not a finite number"

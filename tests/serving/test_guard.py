@@ -34,6 +34,15 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
+def into(sent: list[Any]) -> Any:
+    """Return a `send` that appends to a list."""
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    return send
+
+
 @contextmanager
 def serving(app: Any, seconds: float = 60) -> Iterator[tuple[str, int]]:
     listening = socket.create_server(("127.0.0.1", 0))
@@ -99,8 +108,7 @@ def test_a_body_has_a_bound(bounded: tuple[str, int], size: int, announced: bool
 
 @given(st.lists(st.binary(max_size=600), max_size=4))
 def test_the_application_sees_the_body_whole_or_not_at_all(pieces: list[bytes]) -> None:
-    seen: list[Any] = []
-    sent: list[Any] = []
+    seen, sent = list[Any](), list[Any]()
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         seen.append(await receive())
@@ -113,11 +121,8 @@ def test_the_application_sees_the_body_whole_or_not_at_all(pieces: list[bytes]) 
     async def receive() -> Any:
         return next(left)
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    asyncio.run(WholeRequests(application, lambda _: MOST)(scope, receive, send))
+    asyncio.run(WholeRequests(application, lambda _: MOST)(scope, receive, into(sent)))
     whole = b"".join(pieces)
     if len(whole) <= MOST:
         assert seen == [{"type": "http.request", "body": whole, "more_body": False}, {"type": "http.disconnect"}]
@@ -210,11 +215,8 @@ def asked(app: Any, kind: str, **headers: str) -> Any:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-    asyncio.run(app({"type": kind, "method": "GET", "path": "/", "headers": listed}, receive, send))
+    asyncio.run(app({"type": kind, "method": "GET", "path": "/", "headers": listed}, receive, into(sent)))
     return sent[0].get("status", sent[0]["type"])
 
 
@@ -248,13 +250,9 @@ def test_nobody_without_the_key_is_answered(kind: str, given_key: str | None) ->
     assert asked(app, kind, authorization="Bearer secret") == 200
 
 
-def test_what_is_refused_is_said_in_the_form_of_the_server() -> None:
+def test_a_refusal_has_the_form_of_the_server() -> None:
     sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     app = KeyHolders(echo, "secret", lambda words, status: {"error": {"message": words, "code": status}})
-    asyncio.run(app({"type": "http", "headers": []}, None, send))
+    asyncio.run(app({"type": "http", "headers": []}, None, into(sent)))
     assert json.loads(sent[1]["body"])["error"]["code"] == 401
     assert (b"www-authenticate", b"Bearer") in sent[0]["headers"]

@@ -246,11 +246,11 @@ def test_control_tokens_in_a_message_stay_text(says: Says, answers: Callable[...
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, width: int, height: int = 50) -> io.StringIO:
-    """What `console()` draws on a terminal of this size."""
+    """What `answer_console()` draws on a terminal of this size."""
     out = io.StringIO()
     options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "legacy_windows": False}
     drawn = Console(file=out, force_terminal=True, width=width, height=height, **options)
-    monkeypatch.setattr(display, "console", lambda: drawn)
+    monkeypatch.setattr(display, "answer_console", lambda: drawn)
     return out
 
 
@@ -485,7 +485,7 @@ def test_play_shows_the_episodes_that_rollouts_would_play(
 def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: str, tiny_chat: Chat) -> None:
     """The whole way to the goal: thought, answer, reward, a map after each step and the outcome."""
     env = envs.make(name)
-    monkeypatch.setattr(playing, "open_env", lambda cfg, asked: env)
+    monkeypatch.setattr(playing, "open_played_env", lambda cfg, asked: env)
 
     def write(self: Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
         yield from self.chat.content_ids(f"<think>so I must</think><answer>{env.expert()}</answer>")
@@ -627,7 +627,7 @@ def test_a_flag_with_a_wrong_value(folder: Path, args: list[str], capsys: pytest
 
 
 @pytest.mark.parametrize("args", [["--prompt", "Hi"], ["--prompt", "Hi", "--compare"], ["--play", "frozen_lake"], []])
-def test_weights_that_are_no_numbers_end_it(
+def test_weights_that_are_not_numbers_end_the_chat(
     folder: Path, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = models.load
@@ -639,7 +639,7 @@ def test_weights_that_are_no_numbers_end_it(
             embeddings[300] = torch.nan
         return model, chat
 
-    monkeypatch.setattr(models, "load", damaged)
+    monkeypatch.setattr("posttrain.models.load", damaged)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nHo\n"))
     with pytest.raises(SystemExit) as left:
         config.run(lambda: script.main([*always(folder), *args, "--preset", "greedy"]))
@@ -705,7 +705,7 @@ def test_a_damaged_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
         ("/final", "model"),
     ],
 )
-def test_the_speaker_is_the_model(model: str, name: str) -> None:
+def test_the_prompt_shows_the_short_name_of_the_model(model: str, name: str) -> None:
     assert short_name(model) == name
 
 

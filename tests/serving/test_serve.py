@@ -222,7 +222,7 @@ def test_several_at_once_each_get_their_own_answer(client: openai.OpenAI, final:
     assert len(set(alone)) > 3
 
 
-def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
+def test_it_samples_with_the_settings_of_the_request(client: openai.OpenAI, final: Path) -> None:
     def said(**given: Any) -> str:
         return ask(client, final, **given).choices[0].message.content
 
@@ -242,7 +242,7 @@ def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
         ({"temperature": -1}, "temperature is -1, not a number from 0"),
         ({"max_tokens": "many"}, "max_tokens is 'many'"),
         ({"messages": []}, "messages is empty"),
-        ({"messages": [IMAGE]}, "type 'image_url': this model reads text alone"),
+        ({"messages": [IMAGE]}, "type 'image_url': this model reads only text"),
         (
             {"messages": [{"role": "user", "content": "way " * 3000}]},
             r"context .* has 2048 tokens\. The prompt has \d{4,}",
@@ -255,8 +255,11 @@ def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
         ({"extra_body": {"generation_config": "{"}}, "Expecting"),
         ({"extra_body": {"generation_config": '{"top_k": "x"}'}}, "generation_config: top_k is 'x'"),
         ({"extra_body": {"generation_config": '{"top_k": 1.5}'}}, r"top_k is 1\.5, not a whole number"),
-        ({"extra_body": {"generation_config": '{"num_beams": 3}'}}, "'num_beams' is not taken here, only max"),
-        ({"extra_body": {"generation_config": '{"custom_generate": "a/b"}'}}, "'custom_generate' is not taken here"),
+        ({"extra_body": {"generation_config": '{"num_beams": 3}'}}, "'num_beams' is not supported here, only max"),
+        (
+            {"extra_body": {"generation_config": '{"custom_generate": "a/b"}'}},
+            "'custom_generate' is not supported here",
+        ),
         ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "chat_template_kwargs is not supported"),
         ({"extra_body": {"logit_bias": [[5, 1]]}}, "logit_bias is not an object"),
         ({"logit_bias": {"512": 1}}, "'512' is not a token of this model, an integer below 512"),
@@ -276,13 +279,15 @@ def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
         ({"extra_body": {"stream": "yes"}}, "stream is 'yes'"),
     ],
 )
-def test_what_it_cannot_do_is_said(client: openai.OpenAI, final: Path, given: dict[str, Any], words: str) -> None:
+def test_an_unsupported_request_is_refused(
+    client: openai.OpenAI, final: Path, given: dict[str, Any], words: str
+) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=words):
             ask(client, final, stream=stream, **given)
 
 
-def test_a_request_that_is_none_is_said(client: openai.OpenAI, final: Path) -> None:
+def test_a_malformed_request_is_refused(client: openai.OpenAI, final: Path) -> None:
     with pytest.raises(openai.UnprocessableEntityError, match="unheard_of") as unknown:
         ask(client, final, extra_body={"unheard_of": 1})
     assert isinstance(unknown.value.body, dict) and unknown.value.body["type"] == "invalid_request_error"
@@ -337,7 +342,7 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_read(
 
 def test_a_prompt_is_read_beside_the_event_loop(final: Path) -> None:
     model, chat = loaded(final)
-    app = serve.build_app(model, chat, "m")
+    app = serve.build_server_app(model, chat, "m")
     reading, go_on, prompt = threading.Event(), threading.Event(), chat.prompt
 
     def slow(messages: Any) -> list[int]:
@@ -369,7 +374,7 @@ def test_beyond_this_machine_it_asks_for_a_key_and_refuses_websites(
         monkeypatch.delenv(serve.KEY, raising=False) if key is None else monkeypatch.setenv(serve.KEY, key)
         with pytest.raises(UserError, match="environment variable SERVE_API_KEY"):
             serve.main([str(final), "--host", "0.0.0.0", "--port", "0"])
-    app = serve.build_app(*loaded(final), "m", local=False, key="secret")
+    app = serve.build_server_app(*loaded(final), "m", local=False, key="secret")
     http = TestClient(app, "http://gpu7:8000", raise_server_exceptions=False)
 
     def client(key: str, **headers: str) -> openai.OpenAI:
@@ -397,7 +402,7 @@ def test_no_website_reaches_it(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_fails_is_told_as_a_fault_of_the_server(final: Path, stream: bool) -> None:
+def test_an_error_of_the_model_is_a_server_error(final: Path, stream: bool) -> None:
     """With words that break the JSON of transformers' own message."""
     from fastapi.testclient import TestClient
 
@@ -406,7 +411,7 @@ def test_a_model_that_fails_is_told_as_a_fault_of_the_server(final: Path, stream
 
     model, chat = loaded(final)
     broken = model.register_forward_pre_hook(fail)
-    app = TestClient(serve.build_app(model, chat, str(final)), "http://localhost", raise_server_exceptions=False)
+    app = TestClient(serve.build_server_app(model, chat, str(final)), "http://localhost", raise_server_exceptions=False)
     client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=app)
     with pytest.raises(openai.APIError, match='no "memory" left') as caught:
         list(ask(client, final, stream=stream))
@@ -444,7 +449,7 @@ def test_nothing_is_computed_for_a_client_that_has_gone(final: Path, stream: boo
 
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
     scope |= {"headers": [(b"host", b"localhost")], "http_version": "1.1", "state": {}}
-    asyncio.run(serve.build_app(model, chat, "m")(scope, receive, send))
+    asyncio.run(serve.build_server_app(model, chat, "m")(scope, receive, send))
     assert 3 <= len(calls) < 1000
 
 
@@ -459,7 +464,7 @@ def test_nothing_is_computed_for_a_client_that_has_gone(final: Path, stream: boo
         ({"suffix": "b"}, "suffix is not supported"),
     ],
 )
-def test_what_a_completion_cannot_have_is_said(
+def test_an_unsupported_completion_is_refused(
     client: openai.OpenAI, final: Path, given: dict[str, Any], words: str
 ) -> None:
     for stream in (False, True):
@@ -484,7 +489,7 @@ def test_no_request_loads_or_drops_a_model(client: openai.OpenAI, address: str) 
             client.post(f"{address.removesuffix('/v1')}/{route}", cast_to=object, body={"model": "gpt2"})
 
 
-def test_mistakes_are_told_in_a_paragraph(
+def test_a_mistake_is_one_paragraph(
     final: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -46,7 +46,7 @@ from posttrain.data.reading import read_rows
 from posttrain.models import loading as models
 from posttrain.models.chat import Chat
 from posttrain.serving.conversation import Conversation, Exchange
-from posttrain.serving.display import figures
+from posttrain.serving.display import repetition_figures
 from posttrain.serving.generation import Generator
 from posttrain.serving.serve import listen
 from posttrain.serving.web_chat import guard, playing, server, talking
@@ -161,7 +161,7 @@ def in_thread(app: Any) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def alone(cfg: ChatRun, both: list[Scripted]) -> Iterator[str]:
     """The address of a page with one model."""
-    with in_thread(server.build_app({"model 1": both[0]}, cfg, None)) as address:
+    with in_thread(server.build_page({"model 1": both[0]}, cfg, None)) as address:
         yield address
 
 
@@ -169,7 +169,7 @@ def alone(cfg: ChatRun, both: list[Scripted]) -> Iterator[str]:
 def pair(cfg: ChatRun, both: list[Scripted]) -> Iterator[str]:
     """The address of a page with two."""
     named: dict[str, Generator] = {f"model {number}": each for number, each in enumerate(both, 1)}
-    with in_thread(server.build_app(named, cfg, None)) as address:
+    with in_thread(server.build_page(named, cfg, None)) as address:
         yield address
 
 
@@ -283,7 +283,7 @@ def test_a_conversation_by_keyboard_is_that_of_the_terminal(
         talk.exchanges.append(Exchange(text, answer.ids, answer.finished, answer.text))
         expect(said(page).nth(number)).to_have_text(answer.text, use_inner_text=True)
         expect(said(page, who="user").nth(number)).to_have_text(text)
-        for label, values in figures({"A": answer}):
+        for label, values in repetition_figures({"A": answer}):
             assert figure(page, label) == values
         expect(page.get_by_placeholder("Write a message")).to_be_focused()
     assert int(figure(page, "tokens a second")[0]) > 0
@@ -429,7 +429,7 @@ def test_two_models_side_by_side_and_the_exported_file(
 
 
 @in_browser
-def test_what_a_model_writes_is_never_html_and_errors_are_told(
+def test_what_a_model_writes_is_never_html_and_errors_are_shown(
     alone: str, visit: Callable[..., Any], model: Script
 ) -> None:
     model.text = lambda: HOSTILE
@@ -461,7 +461,9 @@ def test_texts_are_shown_as_they_were_written(alone: str, visit: Callable[..., A
         assert shown.evaluate(WHITE_SPACE) == "pre-wrap"
 
 
-def test_what_is_exported_is_what_was_asked(cfg: ChatRun, both: list[Scripted], model: Script, tmp_path: Path) -> None:
+def test_an_export_holds_messages_and_settings(
+    cfg: ChatRun, both: list[Scripted], model: Script, tmp_path: Path
+) -> None:
     """The system message of each answer, its setting, and whether it was cut short; phase 1 takes what is whole."""
     tab, talk = talking.ChatTab({"model 1": both[0]}, cfg), talking.Talk()
     model.text = lambda: "a b c"
@@ -505,14 +507,14 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     env = envs.make("frozen_lake")
-    monkeypatch.setattr(playing, "open_env", lambda cfg, name: env)
+    monkeypatch.setattr(playing, "open_played_env", lambda cfg, name: env)
     model.text = lambda: f"<think>so I must</think><answer>{env.expert()}</answer>"
     page = visit(alone)
     page.get_by_role("tab", name="Play").click()
     page.get_by_label("Level").fill("2")
     page.get_by_role("button", name="Open the level").click()
     game = Episode(envs.make("frozen_lake"), Protocol(), derive_seed(0, "frozen_lake", 1), "test")
-    picture, told = page.locator("#state img"), page.get_by_label("What the model is told now")
+    picture, told = page.locator("#state img"), page.get_by_label("Observation")
     expect(picture).to_have_attribute("alt", "frozen_lake, the state as a picture")
     expect(told).to_have_value(game.messages[-1]["content"])
     frames, total = {picture.get_attribute("src")}, 0.0
@@ -527,7 +529,7 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
         expect(page.get_by_label("Answer of the last turn")).to_have_value(f"<answer>{game.actions[-1]}</answer>")
         frames.add(picture.get_attribute("src"))
     outcome = f"Solved after {game.turns} turn{'s' * (game.turns > 1)}, return {round(total, 6):g}."
-    expect(page.get_by_label("Where it stands")).to_have_value(outcome)
+    expect(page.get_by_label("Status")).to_have_value(outcome)
     assert game.success and len(frames) == game.turns + 1
     expect(page.get_by_role("button", name="Next turn")).to_be_disabled()
     assert model.params[0] == SamplingParams(64), "as in the rollouts"
@@ -547,7 +549,7 @@ def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., 
     expect(page.get_by_label("Thought of the last turn")).to_have_value(re.compile("so so so"))
     page.get_by_role("button", name="Stop").locator("visible=true").click()
     expect(page.get_by_role("button", name="Next turn")).to_be_enabled()
-    expect(page.get_by_label("Where it stands")).to_have_value(re.compile("Turn 1 of"))
+    expect(page.get_by_label("Status")).to_have_value(re.compile("Turn 1 of"))
     assert len(model.ended) == 1 and page.locator("#turns tr").count() == 0
 
 
@@ -561,7 +563,7 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     page, other = visit(alone, allowed="500"), Client(alone)
     page.get_by_role("tab", name="Play").click()
     level, start = page.get_by_label("Level"), page.get_by_role("button", name="Open the level")
-    step, told = page.get_by_role("button", name="Next turn"), page.get_by_label("What the model is told now")
+    step, told = page.get_by_role("button", name="Next turn"), page.get_by_label("Observation")
     start.click()
     expect(told).to_have_value(re.compile("."))
 
@@ -587,7 +589,7 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     other.result(waits)
     other.result(other.submit("last"))  # whatever had waited before it is over
     assert len(model.begun) == 3 and "last" in model.begun[2]
-    expect(page.get_by_label("Where it stands")).to_have_value(re.compile("Turn 1 of"))
+    expect(page.get_by_label("Status")).to_have_value(re.compile("Turn 1 of"))
     expect(page.get_by_label("Thought of the last turn")).to_have_value("")
     assert page.locator("#turns tr").count() == 0
     for count, number in enumerate(("0", "-3", ""), 1):
@@ -681,7 +683,7 @@ def test_a_password_is_guessed_once_a_second_and_its_cookie_stays_here(
     """Behind a server with TLS the page has any name; its password keeps a website that took the name out."""
     monkeypatch.setattr(guard, "WRONG", 0.1)
     named = {"Host": "chat.example", "Origin": "https://chat.example"}
-    with in_thread(server.build_app({"model 1": both[0]}, cfg, "right")) as address:
+    with in_thread(server.build_page({"model 1": both[0]}, cfg, "right")) as address:
         assert HTTP.get(f"{address}/config", headers=named).status_code == 401
         assert HTTP.get(f"{address}/openapi.json", headers=named).status_code in (401, 404)
         told = HTTP.get(f"{address}/manifest.json", headers=named)
@@ -711,7 +713,7 @@ def test_nothing_is_read_of_who_has_not_logged_in(
     cfg: ChatRun, both: list[Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "WRONG", 0.1)
-    app = server.build_app({"model 1": both[0]}, cfg, "right")
+    app = server.build_page({"model 1": both[0]}, cfg, "right")
     with in_thread(app) as address, httpx.Client(base_url=address, timeout=60) as visitor:
         places = ("queue/join", "run/chat", "call/chat", "cancel", "reset", "component_server", "upload", "stream/a")
         for place in places:
@@ -841,19 +843,19 @@ def test_the_script_opens_a_page_that_asks_for_a_password(
         (["--password"], "belong to --web"),
         (["--web", "--episodes", "2"], "belong to --play"),
         (["--web", "--preset", "imporved"], "no preset `imporved`.*improved"),
-        (["--web", "--beside", "x", "model.name_or_path=x"], "the model that answers anyway"),
+        (["--web", "--beside", "x", "model.name_or_path=x"], "is the first model too"),
         (["--web", "--port", "70000"], "--port 70000 is not a port"),
         (["--web", "--password"], "set the environment variable CHAT_PASSWORD"),
     ],
 )
-def test_mistakes_are_told_in_a_paragraph(flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_one_paragraph(flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(server.PASSWORD, raising=False)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(UserError, match=words):
         script.main(flags)
 
 
-def test_a_missing_gradio_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gradio_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as refused:
         script.main(["--web", "--play", "frozen_lake"])
     assert refused.value.code == 2

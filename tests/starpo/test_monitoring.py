@@ -222,5 +222,5 @@ def test_looking_at_thoughts_takes_at_most_a_twentieth_of_the_work(
         sizes |= {scope["pairs"] for scope in state.collapse.values()}
     assert not looked[0] and sum(looked) > 5, "later, once the work so far allows it"
     assert len(sizes) == 1 and 8 <= sizes.pop() <= cfg.diagnostics.pairs
-    assert sum("is not looked at yet" in text for text in said) == (not looked[cfg.diagnostics.every - 1])
+    assert sum("is not measured yet" in text for text in said) == (not looked[cfg.diagnostics.every - 1])
     assert sum(scope["tokens"] for scope in state.collapse.values()) == sum(sent)

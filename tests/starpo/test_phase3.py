@@ -705,7 +705,7 @@ def test_a_step_in_which_every_environment_crashed_teaches_nothing(player: Path,
 def test_an_episode_is_written_once_whatever_the_reasons(player: Path, tmp_path: Path) -> None:
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, transcripts={"every": 1}))
     groups = [[trajectory(0.0, crashed="ValueError: no"), trajectory(1.0)], [trajectory(0.0, crashed="ValueError: no")]]
-    written = transcripts.chosen(cfg, groups, 1)
+    written = transcripts.written_episodes(cfg, groups, 1)
     assert [id(each) for each in written] == [id(each) for group in groups for each in group]
 
 
@@ -717,9 +717,9 @@ def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, caps
     cfg = cfg.model_copy(update={"output_dir": str(tmp_path)})
     for step in (1, 2, 3):
         groups = [[trajectory(1.0), trajectory(0.0, truncated=True)], cut]
-        transcripts.record(cfg, groups, step, state, Dashboards([], tmp_path), print)
+        transcripts.record_step(cfg, groups, step, state, Dashboards([], tmp_path), print)
         assert state.unfinished_reported
-    told = [line for line in capsys.readouterr().out.splitlines() if "nobody finished" in line]
+    told = [line for line in capsys.readouterr().out.splitlines() if "no episode was finished" in line]
     assert [line.split(":")[0] for line in told] == ["step 1"], "once"
     assert "in 1 of 2 groups" in told[0] and "frozen_lake (level seed 77)" in told[0]
     episodes = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]

@@ -23,15 +23,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run or the folder of a model")
     parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="name on the Hub")
-    parser.add_argument("--yes", action="store_true", help="publish; without it the files are listed and no more")
+    parser.add_argument("--yes", action="store_true", help="publish; without it the files are only listed")
     parser.add_argument("--public", action="store_true", help="everybody may read it")
     parser.add_argument(
         "--include", nargs="+", default=[], metavar="NAME", help="further files or folders of the phase: metrics.jsonl"
     )
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="output_dir of the evaluation, if not RUN's own")
-    parser.add_argument("--folder", type=Path, help="write what is published there as well, to be looked at")
-    given = parser.parse_args(argv)
-    runlog.keep_private(given.run)
+    parser.add_argument("--folder", type=Path, help="also write the published files there")
+    options = parser.parse_args(argv)
+    runlog.keep_private(options.run)
 
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -39,32 +39,32 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain.serving.publish import content, hub
 
     try:
-        validate_repo_id(given.repo)
-        if given.repo.count("/") != 1:
+        validate_repo_id(options.repo)
+        if options.repo.count("/") != 1:
             raise HFValidationError("it has no owner")
     except HFValidationError as error:
-        raise UserError(f"--repo {given.repo} is not a name on the Hub ({error}). Write OWNER/NAME.") from error
+        raise UserError(f"--repo {options.repo} is not a name on the Hub ({error}). Write OWNER/NAME.") from error
 
-    found = content.gather(given.run, given.repo, given.include, given.results)
-    width = max(map(len, found.files))
-    for name in sorted(found.files):
-        print(f"{name:<{width}}  {found.size(name):>15,} bytes")
-    total = sum(map(found.size, found.files))
-    print(f"{len(found.files)} files, {total:,} bytes, of {content.model_of(given.run)}")
-    for note in found.notes:
+    published = content.gather_content(options.run, options.repo, options.include, options.results)
+    width = max(map(len, published.files))
+    for name in sorted(published.files):
+        print(f"{name:<{width}}  {published.size(name):>15,} bytes")
+    total = sum(map(published.size, published.files))
+    print(f"{len(published.files)} files, {total:,} bytes, of {content.model_of(options.run)}")
+    for note in published.notes:
         print(note)
-    if found.free_text:
-        print("Written by hand, in run_config.yaml, the manifest and the card; read it before others do:")
-    for line in found.free_text:
+    if published.free_text:
+        print("Free text in run_config.yaml, the manifest and the card; check that it may be public:")
+    for line in published.free_text:
         print(f"    {line:.200}")
-    if given.folder is not None:
-        found.write(given.folder)
-        print(f"Written: {given.folder}")
-    if given.yes:
-        print(hub.upload(found, given.repo, public=given.public))
+    if options.folder is not None:
+        published.write(options.folder)
+        print(f"Written: {options.folder}")
+    if options.yes:
+        print(hub.upload(published, options.repo, public=options.public))
     else:
-        kind = "public" if given.public else "private"
-        print(f"Nothing was sent. With --yes these files are published as {given.repo}, {kind}.")
+        kind = "public" if options.public else "private"
+        print(f"Nothing was sent. With --yes these files are published as {options.repo}, {kind}.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which files are published, and what is in them?  Everything is decided here, without any request."""
+"""Which files are published, and with which content?  Without any request."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from posttrain.runtime import checkpoint
 from posttrain.serving.publish import measured, privacy
 from posttrain.types import UserError
 
-PHASES = ("phase3", "phase2", "phase1")  # the last one that is finished is the model of a pipeline
-# Of a model's folder: what others need to load it, and the settings it was trained with.
+PHASES = ("phase3", "phase2", "phase1")  # a pipeline's model is that of its last finished phase
+# Files of a model's folder that are needed to load it, and its training settings.
 MODEL = (
     "config.json",
     "generation_config.json",
@@ -36,7 +36,7 @@ MODEL = (
     models.CODE,
     checkpoint.RUN_CONFIG,
 )
-CHANGED = {".json", ".yaml", ".md", ".txt"}  # of these files paths are cut
+CHANGED = {".json", ".yaml", ".md", ".txt"}  # files in which paths are cut
 PICTURES = (".png", ".gif")
 CARD, RESULTS = "README.md", "results.json"
 OWN = (CARD.lower(), measured.FOLDER, *measured.PICTURES, measured.MOVING, checkpoint.MANIFEST, checkpoint.RUN_CONFIG)
@@ -45,18 +45,19 @@ DAMAGED = "Measure again: python evaluate_model.py --overwrite"
 
 @dataclass
 class Content:
-    """What a repository is to hold: Content({"config.json": b"...", "model.safetensors": Path(...)}, notes=[...])."""
+    """The files of a repository: Content({"config.json": b"...", "model.safetensors": Path(...)}, notes=[...])."""
 
     files: dict[str, bytes | Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     free_text: list[str] = field(default_factory=list)  # "hardware: two CPU cores"
 
     def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
         content = self.files[name]
         return len(content) if isinstance(content, bytes) else content.stat().st_size
 
     def write(self, folder: Path) -> None:
-        """Write all of it into a folder, to be looked at."""
+        """Write the files into an empty folder."""
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"--folder {folder} is not empty. Name another one.")
         for name, content in self.files.items():
@@ -68,7 +69,7 @@ class Content:
 
 
 def model_of(run: Path) -> Path:
-    """Return the folder `final` of what was named: that folder, a phase, or a pipeline (its last phase)."""
+    """Return the folder `final` of a phase or pipeline (its last phase), or `run` itself if it is that folder."""
     for folder in (run, run / "final", *(run / phase / "final" for phase in PHASES)):
         if (folder / "config.json").is_file():
             return folder
@@ -78,18 +79,22 @@ def model_of(run: Path) -> Path:
     )
 
 
-def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path | None = None) -> Content:
-    """Gather what is published of `run` under the name `repo`, with the files or folders `include` of its phase.
+def gather_content(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path | None = None) -> Content:
+    """Return the files that are published.
 
-    `evaluation` is the folder with results.json where that is not the run's own.
+    Args:
+        run: as in `model_of`.
+        repo: OWNER/NAME.
+        include: further files or folders of the phase.
+        evaluation: folder of results.json, if not the run's own.
     """
     folder = model_of(run)
     manifest = checkpoint.verify(folder)
     records = manifest["meta"].get("history")
     if not records:
         raise UserError(
-            f"{folder} does not say which training made it, so its card could not tell the truth. Publish"
-            " the folder `final` that a phase has written."
+            f"{folder} does not record its training, which the card needs. Publish the folder `final` that a"
+            " phase has written."
         )
     content = Content()
     for name in manifest["files"]:
@@ -99,28 +104,28 @@ def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path |
             content.notes.append(f"{name} is left out.")
     cleaned = privacy.cut_values(manifest["meta"])
     _seal(content, manifest, cleaned)
-    found = _measured(folder, evaluation, content)
+    figures = _measured(folder, evaluation, content)
     model_type = str(files.read_json(folder / "config.json", "Use another checkpoint.").get("model_type"))
     if model_type == "convgpt" and models.CODE not in content.files:
         raise UserError(
             f"{folder} lacks {models.CODE}, without which a ConvGPT cannot be loaded: an earlier version of this"
             " project saved it. Train its last phase again."
         )
-    index = measured.index(found, repo.partition("/")[2])
-    told = model_card.Published(repo, found.rows, found.commit, found.pictures, index)
-    card = model_card.render_card(cleaned["history"], model_type, publication=told)
-    content.files[CARD] = privacy.cut(card).encode()
-    content.files |= {name: _cut(name, made, content) for name, made in found.files.items()}
+    index = measured.index(figures, repo.partition("/")[2])
+    publication = model_card.Published(repo, figures.rows, figures.commit, figures.pictures, index)
+    card = model_card.render_card(cleaned["history"], model_type, publication=publication)
+    content.files[CARD] = privacy.cut_paths(card).encode()
+    content.files |= {name: _cut(name, made, content) for name, made in figures.files.items()}
     for name in include:
         _include(content, folder.parent, name)
     for name, what in content.files.items():
-        privacy.check(name, what)
-    content.free_text = free_text(content, cleaned["history"])
+        privacy.refuse_private(name, what)
+    content.free_text = list_free_text(content, cleaned["history"])
     return content
 
 
-def free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what somebody wrote by hand, as it will be published: only a reader sees whether it names a person."""
+def list_free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return texts that a person wrote, as they will be published: only a reader can see whether they name somebody."""
     written: list[tuple[str, str]] = []
     if settings := content.files.get(checkpoint.RUN_CONFIG):
         text = settings.decode() if isinstance(settings, bytes) else settings.read_text(encoding="utf-8")
@@ -132,7 +137,7 @@ def free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _add(content: Content, name: str, file: Path) -> None:
-    """Add a file as it is, or, if it is a text with paths in it, without them."""
+    """Add a file; a text without the paths in it."""
     if file.suffix not in CHANGED or file.name in privacy.VOCABULARY:
         content.files[name] = file
         return
@@ -141,12 +146,12 @@ def _add(content: Content, name: str, file: Path) -> None:
 
 
 def _cut(name: str, raw: bytes, content: Content) -> bytes:
-    """Return a text without paths; what is not a text comes back as it is."""
+    """Return a text without paths; other content unchanged."""
     if Path(name).suffix not in CHANGED:
         return raw
-    privacy.refuse_secrets(name, raw)  # also where cutting would hide it
+    privacy.refuse_secrets(name, raw)  # before a cut can hide a part of one
     text = raw.decode("utf-8", errors="surrogateescape")
-    try:  # values, for a path may have spaces in it, and escapes look like one
+    try:  # by value: a path may have spaces, and an escape looks like a path
         reader = {".json": json.loads, ".yaml": yaml.safe_load}.get(Path(name).suffix)
         values = reader(text) if reader else None
     except (ValueError, yaml.YAMLError):
@@ -156,7 +161,7 @@ def _cut(name: str, raw: bytes, content: Content) -> bytes:
         if without != values:
             cut = _json(without) if name.endswith(".json") else yaml.safe_dump(without, sort_keys=False)
     else:
-        cut = privacy.cut(text)
+        cut = privacy.cut_paths(text)
     if cut != text:
         content.notes.append(f"{name}: paths of a machine are cut to their last part, addresses are left out.")
     return cut.encode("utf-8", errors="surrogateescape")
@@ -167,7 +172,7 @@ def _json(value: Any) -> str:
 
 
 def _seal(content: Content, manifest: dict[str, Any], meta: dict[str, Any]) -> None:
-    """Add the manifest of what is published: without the card, which is edited on the Hub; with checksums as cut."""
+    """Add the manifest, with the checksums of the cut files and without the card, which users edit on the Hub."""
     listed = {}
     for name, what in content.files.items():
         listed[name] = manifest["files"][name]
@@ -177,22 +182,22 @@ def _seal(content: Content, manifest: dict[str, Any], meta: dict[str, Any]) -> N
     content.files[checkpoint.MANIFEST] = text.encode()
 
 
-def _measured(folder: Path, evaluation: Path | None, content: Content) -> measured.Measured:
-    """Return what results.json says of these weights; figures of other weights are left out."""
+def _measured(folder: Path, evaluation: Path | None, content: Content) -> measured.CardFigures:
+    """Return the figures of exactly these weights in results.json."""
     if evaluation is not None and not (evaluation / RESULTS).is_file():
         raise UserError(f"--results {evaluation}: there is no {RESULTS} in it. Name the output_dir of an evaluation.")
     for place in (evaluation,) if evaluation is not None else (folder.parent, folder.parent.parent):
         if (place / RESULTS).is_file():
             results = files.read_json(place / RESULTS, DAMAGED)
             try:
-                found = measured.of_run(results, digest(str(folder)), place)
+                figures = measured.of_run(results, digest(str(folder)), place)
             except (LookupError, TypeError, AttributeError) as error:
                 raise UserError(f"{place / RESULTS} is damaged ({type(error).__name__}: {error}). {DAMAGED}") from error
-            if not found.rows:
-                content.notes.append(f"{place / RESULTS} has no figures of these weights, so the card has none.")
-            return found
-    content.notes.append("The run has no results.json (--results FOLDER): the card has the phases' figures alone.")
-    return measured.Measured()
+            if not figures.rows:
+                content.notes.append(f"{place / RESULTS} has no figures of these weights; neither has the card.")
+            return figures
+    content.notes.append("The run has no results.json (--results FOLDER): the card has only the phases' figures.")
+    return measured.CardFigures()
 
 
 def _include(content: Content, run: Path, name: str) -> None:
@@ -202,18 +207,18 @@ def _include(content: Content, run: Path, name: str) -> None:
         raise UserError(f"--include {name}: there is no such file or folder in {run}.")
     if place.resolve() == run.resolve():
         raise UserError(f"--include {name}: name files or folders of {run}, not all of it.")
-    found = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
-    for file in found:
+    paths = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+    for file in paths:
         if not file.resolve().is_relative_to(run.resolve()):
             raise UserError(f"--include {name}: {file.name} is a link to a place outside of {run}.")
         target = file.resolve().relative_to(run.resolve()).as_posix()
         if target in content.files or target.split("/")[0].lower() in (*OWN, "final"):
-            raise UserError(f"--include {name}: the command itself writes {target}, or publishes it already.")
+            raise UserError(f"--include {name}: the command itself writes or publishes {target}.")
         if file.suffix.lower() in PICTURES:
             content.files[target] = measured.without_metadata(file)
-        elif file.suffix.lower() != ".html" and privacy.is_text(file):
-            content.files[target] = file  # checked as it is
-        else:  # pages hold their rows compressed
+        elif file.suffix.lower() != ".html" and privacy.is_utf8(file):
+            content.files[target] = file  # checked unchanged
+        else:  # the data of a page is compressed
             raise UserError(
                 f"--include {name}: {file.name} is neither text nor a PNG, GIF or safetensors file, so its content "
                 "cannot be checked. Leave it out, or unpack it."

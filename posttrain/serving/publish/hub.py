@@ -1,6 +1,6 @@
-"""How does the content get to the Hub, whole or not at all?  One commit, after everything else has arrived.
+"""How is the content uploaded, completely or not at all?  In one commit after all files.
 
-What huggingface_hub uploads before the commit is not visible; a second call sends only what is missing.
+Files are not visible before the commit; a second call sends only the missing ones.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ AGAIN = "The repository has not changed. The same command sends what is missing.
 
 
 def upload(content: Content, repo: str, *, public: bool) -> str:
-    """Publish it in one commit and say where; UserError, in words, where the Hub does not take it."""
+    """Publish the content in one commit and return where; UserError if the Hub refuses it."""
     if not get_token():
         raise UserError(
-            "There is no token of the Hub on this machine. Make one that may write at "
+            "There is no Hub token on this machine. Create a token with write access at "
             f"{constants.ENDPOINT}/settings/tokens, then `hf auth login`, or set the environment variable HF_TOKEN."
         )
     api = HfApi()
-    with _in_words(repo):
+    with _hub_errors(repo):
         api.create_repo(repo, private=not public, exist_ok=True)
-        there = api.model_info(repo)
-        if not public and there.private is False:
+        info = api.model_info(repo)
+        if not public and info.private is False:
             raise UserError(
-                f"{repo} exists and everybody can read it. Choose another name, make it private in its settings, or "
-                "write --public."
+                f"{repo} exists and is public. Choose another name, make it private in its settings, or write --public."
             )
-        # weights of another model would be loaded in the place of these
-        names = {found.rfilename for found in there.siblings or []}
+        # otherwise old weights could be loaded instead of these
+        names = {sibling.rfilename for sibling in info.siblings or []}
         stale = sorted(name for name in names - set(content.files) if WEIGHTS.fullmatch(name))
         operations = [CommitOperationDelete(name) for name in stale]
         operations += [CommitOperationAdd(name, what) for name, what in content.files.items()]
         for name in stale:
             print(f"Removed from {repo}, where it stays in the history: {name}")
-        done = api.create_commit(repo, operations, commit_message="Model, card and results", parent_commit=there.sha)
-    return f"Published as {repo}, {'private' if there.private else 'public'}: {done.commit_url}"
+        done = api.create_commit(repo, operations, commit_message="Model, card and results", parent_commit=info.sha)
+    return f"Published as {repo}, {'private' if info.private else 'public'}: {done.commit_url}"
 
 
 @contextlib.contextmanager
-def _in_words(repo: str) -> Iterator[None]:
+def _hub_errors(repo: str) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into UserError."""
     try:
         yield
     except UserError:
@@ -56,15 +56,15 @@ def _in_words(repo: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         reason = {
-            401: "The Hub does not know the token that is used here: log in again (`hf auth login`).",
+            401: "The Hub does not know this token: log in again (`hf auth login`).",
             403: f"The token may not write to {repo}: use one with write access, or a name of your own.",
             404: f"There is no {repo} that this token may see.",
-            409: f"{repo} has changed meanwhile: try again.",
-            412: f"{repo} has changed meanwhile: try again.",
+            409: f"{repo} has changed during the upload: try again.",
+            412: f"{repo} has changed during the upload: try again.",
         }.get(status, f"The Hub refused: {one_line(error)}.")
         raise UserError(f"{reason} {AGAIN}") from error
     except ValueError as error:
         raise UserError(f"The Hub refused: {one_line(error)}. {AGAIN}") from error
-    except (HTTP_ERROR, OSError, RuntimeError) as error:  # what huggingface_hub makes of a lost connection
+    except (HTTP_ERROR, OSError, RuntimeError) as error:  # the errors of a lost connection
         cause = error.__cause__ or error
         raise UserError(f"The upload to {repo} was cut off ({one_line(cause)}). {AGAIN}") from error

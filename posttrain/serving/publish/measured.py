@@ -1,8 +1,7 @@
-"""What does an evaluation add to what is published?  Lines of the card, .eval_results/, model-index and pictures.
+"""What does an evaluation add to a publication?  Lines of the card, .eval_results/, model-index and pictures.
 
-Only figures of exactly these weights: results.json holds a digest of each checkpoint that it measured. Figures of data
-sets of the Hub go to `.eval_results/*.yaml`, if every item was asked; those of environments, which the Hub does not
-know, to `model-index` in the card.
+Only figures of exactly these weights, by the digests in results.json. Figures of whole data sets of the Hub go to
+`.eval_results/*.yaml`, those of environments and local tasks to `model-index` in the card.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ MOVING = "before_and_after.gif"
 
 
 @dataclass
-class Measured:
-    """What is known of a model: rows of the card's table, entries for the Hub, pictures as bytes."""
+class CardFigures:
+    """The figures of a model: rows of the card's table, entries for the Hub, pictures as bytes."""
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)  # measured, value, items
     index: list[EvalResult] = field(default_factory=list)
@@ -38,22 +37,22 @@ class Measured:
     commit: str = ""
 
 
-def of_run(results: Record, digest: str, folder: Path) -> Measured:
-    """Return all that `results`, the results.json of `folder`, says about the weights with this digest."""
-    found = Measured(commit=results.get("commit") or "no git checkout")
+def of_run(results: Record, digest: str, folder: Path) -> CardFigures:
+    """Return the figures of the weights with this digest in `results`, the results.json of `folder`."""
+    figures = CardFigures(commit=results.get("commit") or "no git checkout")
     names = [name for name, known in results.get("digests", {}).items() if known == digest]
     for name in names[:1]:
-        _checkpoint(results, name, found)
-        _pictures(results, name, folder, found)
+        _checkpoint(results, name, figures)
+        _pictures(results, name, folder, figures)
     for measured in results.get("benchmarks", {}).values():
         if measured["digest"] == digest:
             for task, entry in measured["tasks"].items():
-                if entry["part_of"] not in measured["tasks"]:  # otherwise its group stands for it
-                    _benchmark(task, entry, found)
-    return found
+                if entry["part_of"] not in measured["tasks"]:  # otherwise the group's figure is used
+                    _benchmark(task, entry, figures)
+    return figures
 
 
-def _checkpoint(results: Record, name: str, found: Measured) -> None:
+def _checkpoint(results: Record, name: str, figures: CardFigures) -> None:
     """Add the headline figures of one checkpoint."""
     entry, config = results["checkpoints"][name], results["config"]
     for column in tables.columns(results):
@@ -63,15 +62,15 @@ def _checkpoint(results: Record, name: str, found: Measured) -> None:
         part = column.found(entry)
         n, share = part.get("n", part.get("episodes")), f"{figure.value:.3g} [{figure.low:.3g}, {figure.high:.3g}]"
         setting = f", {column.setting}" if column.setting else ""
-        found.rows.append((f"{column.title} ({column.note}{setting})", share, str(n)))
+        figures.rows.append((f"{column.title} ({column.note}{setting})", share, str(n)))
         if column.suite == "math" and column.part in TASKS and n == HELD_OUT[column.part].rows:
             notes = f"zero-shot in the chat template, {column.setting}, n {n}, 95 % interval {figure.low:.3f} to "
-            notes += f"{figure.high:.3f}, code at {found.commit}"
+            notes += f"{figure.high:.3f}, code at {figures.commit}"
             entered = EvalResultEntry(HELD_OUT[column.part].path, TASKS[column.part], figure.value, notes=notes)
-            _enter(column.part, entered, found)
+            _enter(column.part, entered, figures)
         if column.suite == "envs":
             suite = config["suites"]["envs"]
-            found.index.append(
+            figures.index.append(
                 EvalResult(
                     task_type="text-generation",
                     task_name="playing a text environment",
@@ -86,7 +85,7 @@ def _checkpoint(results: Record, name: str, found: Measured) -> None:
             )
 
 
-def _benchmark(task: str, entry: Record, found: Measured) -> None:
+def _benchmark(task: str, entry: Record, figures: CardFigures) -> None:
     """Add the metrics of one task of lm-evaluation-harness."""
     data = entry["data_set"]
     for metric in entry["metrics"]:
@@ -94,21 +93,21 @@ def _benchmark(task: str, entry: Record, found: Measured) -> None:
             continue
         about = f"{metric['metric']}{'' if metric['filter'] == 'none' else ', ' + metric['filter']}"
         how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, {tables.how_asked(entry)}"
-        error = f" ± {metric['stderr']:.2g}" if metric["stderr"] else ""  # 0 where all are alike: no estimate
+        error = f" ± {metric['stderr']:.2g}" if metric["stderr"] else ""  # 0 if all items are equal: not an estimate
         value = f"{metric['value']:.3g}{error}{error and ' (standard error)'}"
-        n = tables.asked(entry)
+        n = tables.items_asked(entry)
         split = f"split {data.get('split')}, " if data.get("split") else ""
-        found.rows.append((f"{task}: {about} ({split}{how})", value, n))
-        if entry["n"] != entry["of"]:  # a part of a benchmark has no place beside the whole
+        figures.rows.append((f"{task}: {about} ({split}{how})", value, n))
+        if entry["n"] != entry["of"]:  # the Hub expects whole benchmarks
             continue
-        # of the Hub by the harness's own word: a folder here may have such a name; its test split, and all of that
+        # a local folder may have the name of a Hub data set: `hub` is what the harness says
         of_the_hub = data.get("hub") is True and HUB_NAME.fullmatch(data["path"] or "")
         if of_the_hub and data.get("split") == "test" and entry["n"] == data.get("rows"):
             notes = f"{how}, {about}, n {n}{', standard error' + error.removeprefix(' ±') if error else ''}"
             entered = EvalResultEntry(data["path"], task, metric["value"], date=entry["date"], notes=notes)
-            _enter("-".join((task, metric["metric"], metric["filter"])).removesuffix("-none"), entered, found)
+            _enter("-".join((task, metric["metric"], metric["filter"])).removesuffix("-none"), entered, figures)
         else:
-            found.index.append(
+            figures.index.append(
                 EvalResult(
                     task_type="text-generation",
                     dataset_type=task,
@@ -121,31 +120,32 @@ def _benchmark(task: str, entry: Record, found: Measured) -> None:
             )
 
 
-def _enter(name: str, entry: EvalResultEntry, found: Measured) -> None:
+def _enter(name: str, entry: EvalResultEntry, figures: CardFigures) -> None:
+    """Add a file of .eval_results/."""
     text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
-    found.files[f"{FOLDER}/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.yaml"] = text.encode()
+    figures.files[f"{FOLDER}/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.yaml"] = text.encode()
 
 
-def _pictures(results: Record, name: str, folder: Path, found: Measured) -> None:
-    """Add the plots beside results.json, and how the model played before and after."""
-    from posttrain.report import read
+def _pictures(results: Record, name: str, folder: Path, figures: CardFigures) -> None:
+    """Add the plots beside results.json and the animation of episodes before and after training."""
+    from posttrain.report import read_run
 
     for file, shows in PICTURES.items():
         if (folder / "plots" / file).is_file():
-            found.files[file] = without_metadata(folder / "plots" / file)
-            found.pictures[file] = shows
+            figures.files[file] = without_metadata(folder / "plots" / file)
+            figures.pictures[file] = shows
     first = next(iter(results["checkpoints"]))
     if "envs" in results["checkpoints"][name]:
         shown = [before for before in (first,) if before != name and "envs" in results["checkpoints"][before]]
         try:
-            found.files[MOVING] = animation.gif(*read(folder), [*shown, name], levels=3)
+            figures.files[MOVING] = animation.animate(*read_run(folder), [*shown, name], levels=3)
         except UserError:  # no transcripts beside the results
             return
-        found.pictures[MOVING] = "The first test levels of the evaluation, before and after"
+        figures.pictures[MOVING] = "The first test levels of the evaluation, before and after"
 
 
 def without_metadata(picture: Path) -> bytes:
-    """Return the pixels alone, as PNG or, where they move, as GIF."""
+    """Return only the pixels of a picture, as PNG or GIF."""
     try:
         with Image.open(picture, formats=("PNG", "GIF")) as read:
             frames, times = [], []
@@ -162,6 +162,6 @@ def without_metadata(picture: Path) -> bytes:
     return out.getvalue()
 
 
-def index(found: Measured, name: str) -> dict[str, Any]:
-    """Return what the card's metadata needs for `model-index`."""
-    return {"eval_results": found.index, "model_name": name} if found.index else {}
+def index(figures: CardFigures, name: str) -> dict[str, Any]:
+    """Return the card's metadata for `model-index`."""
+    return {"eval_results": figures.index, "model_name": name} if figures.index else {}

@@ -1,4 +1,4 @@
-"""What must not leave this machine?  Paths are cut to their last part; a secret stops everything."""
+"""Which private data must not be published?  Paths are cut to their last part; a secret stops the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from huggingface_hub import get_token
 
 from posttrain.types import UserError
 
-# What a machine has chosen, unlike words, names and numbers: "posttrain-phase-3", "a/ConvGPT-0.2B", 1.5e-05
+# Random characters, unlike words, names and numbers: "posttrain-phase-3", "a/ConvGPT-0.2B", 1.5e-05
 IN_VALUE = r"[A-Za-z0-9_+/=.~-]"
 WORD = r"(?>\d++[A-Za-z]?(?![A-Za-z0-9])|[A-Za-z]{0,31}+(?!\d)|[A-Za-z]{0,23}+\d{1,4}+[A-Za-z]?+)"
 CHOSEN = rf"(?!(?:{WORD}[_+/=.~-]){{0,50}}+{WORD}(?!{IN_VALUE})){IN_VALUE}"
@@ -51,7 +51,7 @@ NAMED = {
 }
 NAMES_A_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL", re.I)  # PWD is a folder
 CHUNK, OVERLAP = 1 << 26, 1 << 12  # of a large file, in bytes
-VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # words of theirs may look like a path
+VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # their words may look like paths
 END = r"[^\s\"'`<>|,:;*?()\[\]{}\\/]+"
 POSIX = rf"(?:file:/*/|(?<![\w./~:)\]}}])/+|(?<=:)/(?!/)){END}(?:/+{END})+/?"
 HOMES = (
@@ -59,21 +59,21 @@ HOMES = (
     rf"|(?<![\w./-])(?:\w[\w.-]*/+){{0,20}}(?:\.\./+)+(?:{END}/*)+"  # also runs/../../ana
     rf"|(?<![\w.@-])[\w.-]{{1,64}}@[\w.-]{{1,99}}:/*(?:{END}/+)+{END}"  # of another host: ana@host:work/rows.jsonl
 )
-# The folder of a user, and what is in it, may have spaces in their names: words up to the next slash belong to one.
+# Names in a user's folder may have spaces: all words up to the next slash belong to a name.
 SPACED = rf"(?:{END}(?: (?!~){END}){{1,3}}(?=[\\/])|{END})"
 USERS = (
-    # At a run of slashes one begins at the first, or at the second where a name stands before: looking at each slash
-    # would take the square of their number.
+    # A path starts at the first of several slashes, or at the second after a name: a try at each slash would take
+    # quadratic time.
     rf"(?:\b[A-Za-z]:|(?<=(?<![\w-])-[A-Za-z])|(?<![A-Za-z0-9_.~)\]}}/-])|(?<=[A-Za-z0-9_.~)\]}}-]/))"
     rf"/++(?:home\w*|Users)(?:/+{SPACED})+/?"
     rf"|\b[A-Za-z]:[\\/]+Users(?:[\\/]+{SPACED})+"
 )
-# Two backslashes, for in text that is not JSON a single one may stand for a line break ("Q:\nWho?")
+# Two backslashes: in text that is not JSON a single one may be a line break ("Q:\nWho?")
 WINDOWS = r"\b[A-Za-z]:(?:\\+|/)[^\s\"'<>|]+|(?<![\w\\])\\\\[\w.-]+\\+[^\s\"'<>|]+"
 PATHS = re.compile(f"{USERS}|{POSIX}|{HOMES}|{WINDOWS}")
-IN_CODE = re.compile(f"{USERS}|{POSIX}|{HOMES}")  # where "Q:\n" is a line break
-# Where something is reached, and who: s3://bucket/rows, ssh://ana@gpu7/data, http://gpu7:8000, 10.0.0.3, fe80::1,
-# gpu7.intern:8000, ana@clinic.de. Not the machine itself (127.0.0.1), nor the names that RFC 2606 keeps for examples.
+IN_CODE = re.compile(f"{USERS}|{POSIX}|{HOMES}")  # there "Q:\n" has a line break
+# Addresses of machines and people: s3://bucket/rows, ssh://ana@gpu7/data, http://gpu7:8000, 10.0.0.3, fe80::1,
+# gpu7.intern:8000, ana@clinic.de. Not 127.0.0.1, nor the example names of RFC 2606.
 NUMBER = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 IPV4 = rf"(?!127\.|0\.0\.0\.0)(?:{NUMBER}\.){{3}}{NUMBER}(?![\w-]|\.\d)"
 IPV6 = r"(?:[23][0-9A-Fa-f]{3}|[Ff][CcDd][0-9A-Fa-f]{2}|[Ff][Ee][89ABab][0-9A-Fa-f])(?::[0-9A-Fa-f]{0,4}){2,7}(?![\w:])"
@@ -81,7 +81,7 @@ RESERVED = r"(?:example|test|invalid|localhost)(?![\w-]|\.\w)|(?:[\w-]{1,63}\.){
 INSIDE = (
     r"(?:[\w-]{1,63}\.){1,8}(?:local|localdomain|lan|intern|internal|intranet|corp|home|private|arpa)(?![\w-]|\.\w)"
 )
-REST = r"(?:[^\s\"'<>`|)\]}]*[^\s\"'<>`|)\]}.,:;])?"  # the full stop of a sentence does not belong to it
+REST = r"(?:[^\s\"'<>`|)\]}]*[^\s\"'<>`|)\]}.,:;])?"  # without the full stop of a sentence
 STORES = re.compile(rf"(?<![\w+.-])(?!(?i:https?|hf|file)://)[A-Za-z][A-Za-z0-9+.-]{{1,20}}://(?=[\w\[]){REST}")
 SERVERS = re.compile(
     rf"\b[Hh][Tt][Tt][Pp][Ss]?://(?:[^\s/@\"'<>]{{1,99}}@)?(?!{RESERVED})"
@@ -92,10 +92,10 @@ HOSTS = re.compile(
     rf"|(?<![\w.+-])[\w.+-]{{1,64}}@(?!{RESERVED})(?:[A-Za-z0-9-]{{1,63}}\.){{1,8}}[A-Za-z]{{2,24}}(?![\w-])"
 )
 PATH, LINK = "a path of a machine", "an address of a machine or a person"
-ADDRESS = "(address)"  # what stands in the place of one
+ADDRESS = "(address)"  # replaces an address
 PUBLIC = re.compile(r"https://(?:[\w-]+\.)?huggingface\.co(?:/|$)")
-ADDRESS_KEYS = ("url", "urls", "endpoint", "address", "server", "host")  # of a setting that names a server
-# Of strings in settings, what somebody may have written by hand: to be read before it is sent.
+ADDRESS_KEYS = ("url", "urls", "endpoint", "address", "server", "host")  # settings that name a server
+# Settings that a person may have written, to be checked by a reader.
 FREE_KEYS = ("output_dir", "hardware", "system", "title", "path", "name_or_path", "base", "template", "licence")
 PLAIN = re.compile(r"[a-z0-9_.+-]{0,80}")
 WHOLE = re.compile(r"(?:file:/*)?/[^/\s][^/]*/.|~[\w.-]*/|\.\./|[A-Za-z]:[\\/]|\\\\\w")
@@ -105,13 +105,13 @@ HOME = re.compile(
 
 
 def _own() -> list[str]:
-    """Return folders of this machine that say who works on it and on what; not a single word such as /root."""
+    """Return folders of this machine that may name people or projects; not a single word such as /root."""
     known = {Path.home(), Path.cwd(), Path(tempfile.gettempdir())}
     return sorted((str(path) for path in known if len(path.parts) > 2), key=len, reverse=True)
 
 
 def _secrets() -> Iterator[tuple[str, str]]:
-    """Yield the secrets that this process knows: the Hub's token, and variables that are named like one."""
+    """Yield the secrets of this process: the Hub's token, and environment variables that are named like a secret."""
     token = get_token()
     if token:
         yield "the token of the Hub that is saved here", token
@@ -120,39 +120,40 @@ def _secrets() -> Iterator[tuple[str, str]]:
             yield f"the value of the variable {name}", value
 
 
-def cut(text: str) -> str:
+def cut_paths(text: str) -> str:
     """Cut every path of a machine to its last part: "/home/ana/rows.jsonl" becomes "rows.jsonl".
 
-    The same holds for a store (s3://bucket/rows.jsonl); other addresses of machines and people become "(address)".
+    So is a path of a store (s3://bucket/rows.jsonl); other addresses of machines and people become "(address)".
     """
     for own in _own():
         text = re.sub(rf"{re.escape(own)}(?:/(?=[\w.-]))?", "", text)
-    text = STORES.sub(lambda found: _stored(found[0]), text)
-    text = PATHS.sub(lambda found: _last(found[0]), SERVERS.sub(ADDRESS, text))
+    text = STORES.sub(lambda match: _stored(match[0]), text)
+    text = PATHS.sub(lambda match: _last(match[0]), SERVERS.sub(ADDRESS, text))
     return HOSTS.sub(ADDRESS, text)
 
 
 def _stored(address: str) -> str:
-    """Return the last part of s3://bucket/folder/rows.jsonl; of s3://bucket nothing is left."""
+    """Return the last part of s3://bucket/folder/rows.jsonl; ADDRESS for s3://bucket."""
     path = address.partition("://")[2].rstrip("/.,:;").partition("/")[2]
     return path.rpartition("/")[2] or ADDRESS
 
 
 def _last(path: str) -> str:
-    if HOME.fullmatch(path):  # its last part is somebody's name
+    """Return the last part of a path; `home` for a user's folder."""
+    if HOME.fullmatch(path):  # its last part is a person's name
         return "home"
     stripped = path.rstrip("/\\.:")
     return re.split(r"[/\\]", stripped)[-1] + path[len(stripped) :].replace("/", "").replace("\\", "")
 
 
 def cut_values(value: Any) -> Any:
-    """Cut every string in what JSON can hold; one that is a path as a whole may have spaces in it.
+    """Cut every string in a JSON value; a string that is a whole path may have spaces.
 
-    Addresses under a key that names a server, such as `url`, become empty, whatever their form. Of `output_dir` the
-    last part stays and of `run_name` nothing: nobody else needs them, and both may name people.
+    The value of a key that names a server, such as `url`, becomes empty. `output_dir` keeps its last part and
+    `run_name` nothing: both may name people.
     """
     if isinstance(value, str):
-        return _last(value) if WHOLE.match(value) and "\n" not in value else cut(value)
+        return _last(value) if WHOLE.match(value) and "\n" not in value else cut_paths(value)
     if isinstance(value, dict):
         return {cut_values(key): _cut_setting(key, inner) for key, inner in value.items()}
     return [cut_values(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -170,7 +171,7 @@ def _cut_setting(key: Any, value: Any) -> Any:
 
 
 def free_text(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, text) of the strings in settings that somebody may have written by hand."""
+    """Yield (key, text) of the strings in settings that a person may have written."""
     if isinstance(value, str):
         if value and (key in FREE_KEYS or not PLAIN.fullmatch(value)):
             yield key, value
@@ -183,48 +184,48 @@ def free_text(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def refuse_secrets(name: str, content: bytes | Path) -> None:
-    """Raise UserError where a file holds a secret. Of weights the header is read: tensors are numbers."""
-    forms = FORMS if Path(name).name in VOCABULARY else FORMS | NAMED  # there a word's number follows it
-    mine = [(what, re.escape(secret)) for what, secret in _secrets()]
-    looked_for = [(what, re.compile(pattern)) for what, pattern in (*mine, *forms.items())]
+    """Raise UserError if a file holds a secret. Of weights only the header is read."""
+    forms = FORMS if Path(name).name in VOCABULARY else FORMS | NAMED  # in a vocabulary a number follows each word
+    known = [(what, re.escape(secret)) for what, secret in _secrets()]
+    patterns = [(what, re.compile(pattern)) for what, pattern in (*known, *forms.items())]
     for text in _texts(content):
         for part, line in ((text, 1), *_values(name, text)[0]):
-            for what, pattern in looked_for:
-                if found := pattern.search(part):
-                    start = line or _line(text, part)
-                    raise UserError(_refusal(name, start + part.count("\n", 0, found.start()), what))
+            for what, pattern in patterns:
+                if match := pattern.search(part):
+                    start = line or line_of(text, part)
+                    raise UserError(_refusal(name, start + part.count("\n", 0, match.start()), what))
 
 
-def check(name: str, content: bytes | Path) -> None:
-    """Raise UserError where a file that is to be published holds a secret, a path or an address."""
+def refuse_private(name: str, content: bytes | Path) -> None:
+    """Raise UserError if a file holds a secret, a path or an address."""
     refuse_secrets(name, content)
     for text in _texts(content):
         places = [text.index(own) for own in _own() if own in text]
         if places:
             raise UserError(_refusal(name, 1 + text.count("\n", 0, min(places)), PATH))
-        if Path(name).name in VOCABULARY or not is_text(content):
+        if Path(name).name in VOCABULARY or not is_utf8(content):
             continue
-        values, whole = _values(name, text)  # without the escapes of JSON, which could hide or feign a path
+        values, whole = _values(name, text)  # without the escapes of JSON, which can hide a path or look like one
         first = next(((value, line) for value, line in values if cut_values(value) != value), None)
-        lines = [(first[1] or _line(text, first[0]), _kind(first[0]))] if first else []
+        lines = [(first[1] or line_of(text, first[0]), _kind(first[0]))] if first else []
         if not whole:
             paths = IN_CODE if Path(name).suffix in (".py", ".jinja") else PATHS
             for form, what in ((paths, PATH), (STORES, LINK), (SERVERS, LINK), (HOSTS, LINK)):
-                found = form.search(text)
-                lines += [(1 + text.count("\n", 0, found.start()), what)] if found else []
+                match = form.search(text)
+                lines += [(1 + text.count("\n", 0, match.start()), what)] if match else []
         if lines:
             raise UserError(_refusal(name, *min(lines)))
 
 
 def _kind(text: str) -> str:
-    """Say what of a machine is in a text that `cut` changes."""
+    """Return what a text that `cut_paths` changes holds: a path or an address."""
     return LINK if any(form.search(text) for form in (STORES, SERVERS, HOSTS)) else PATH
 
 
-def is_text(content: bytes | Path) -> bool:
-    """Return whether a file is a text of UTF-8. Of weights the header is read, which is one."""
+def is_utf8(content: bytes | Path) -> bool:
+    """Return whether a file is UTF-8 text, as the header of weights is."""
     if isinstance(content, Path):
-        return content.suffix == ".safetensors" or is_text(content.read_bytes())
+        return content.suffix == ".safetensors" or is_utf8(content.read_bytes())
     try:
         return "\0" not in content.decode("utf-8")
     except UnicodeDecodeError:
@@ -232,33 +233,34 @@ def is_text(content: bytes | Path) -> bool:
 
 
 def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
-    """Return every string in a text that is JSON, JSON lines or YAML, and whether nothing else is in it.
+    """Return each string of JSON, JSON lines or YAML with its line, and whether the text holds nothing else.
 
-    With its line, or 0 where only a search (`_line`) tells it: a vocabulary has too many strings to search for each.
+    The line is 0 if `line_of` has to search for it: a vocabulary has too many strings to search for each.
     """
-    found, rest = [], False
+    values, rest = [], False
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            found += [(value, number) for value in _strings(json.loads(line))] if line.strip() else []
+            values += [(value, number) for value in _strings(json.loads(line))] if line.strip() else []
         except (ValueError, RecursionError):
             rest = True
     if not rest:
-        return found, True
+        return values, True
     is_yaml = Path(name).suffix in (".yaml", ".yml")  # which has comments
     try:
         return [(value, 0) for value in _strings(yaml.safe_load(text) if is_yaml else json.loads(text))], not is_yaml
     except (ValueError, RecursionError, yaml.YAMLError):
-        return found, False
+        return values, False
 
 
-def _line(text: str, value: str) -> int:
-    """Return the first line that holds this string in one of the ways of JSON; 1 where it is written otherwise."""
+def line_of(text: str, value: str) -> int:
+    """Return the first line with this string in one of the forms of JSON; 1 if there is none."""
     written = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], value)
     places = [text.index(one) for one in written if one in text]
     return 1 + text.count("\n", 0, min(places, default=0))
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """Yield every string in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

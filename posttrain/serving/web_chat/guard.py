@@ -1,4 +1,4 @@
-"""Who may use the page, and how much?  Those who know its password, with requests of bounded size, a place for each."""
+"""Who may use the page?  Visitors with the password, with requests of limited size and one place in the queue."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from fastapi import HTTPException, Request
 
 from envs.guard import refuse_unread
 
-LOGIN_BYTES, MOST_BYTES = 16 << 10, 1 << 20  # of a request: with a password, and any other
-WRONG = 1.0  # seconds that a wrong password takes
-MOST_GUESSES = 10  # that wait; further ones are refused unread, so that a flood is over ten seconds after it ends
+LOGIN_BYTES, MOST_BYTES = 16 << 10, 1 << 20  # of a request: a login, and any other
+WRONG = 1.0  # seconds of delay after a wrong password
+MOST_GUESSES = 10  # that wait; more are refused unread, so that a flood ends after ten seconds
 
 
 class Password:
-    """Compares one guess at a time and lets the next wait after a wrong one: all visitors share one guess a second."""
+    """A password check that allows all visitors together one wrong guess a second."""
 
     def __init__(self, password: str) -> None:
         self.password, self.turn, self.waiting = password.encode(), asyncio.Lock(), 0
 
     async def allows(self, _: str, typed: str) -> bool:
+        """Return whether the password is right, after a delay if it is wrong."""
         if self.waiting >= MOST_GUESSES:
             raise HTTPException(429, "Too many wrong passwords. Try again in some seconds.")
         self.waiting += 1
@@ -36,15 +37,14 @@ class Password:
 
 
 def most_bytes(scope: Any) -> int:
-    """Return how large the body of a request may be: no page sends more than a message and its settings."""
+    """Return the limit of a request's body: a page sends a message and its settings at most."""
     return LOGIN_BYTES if scope["path"].rstrip("/") == "/login" else MOST_BYTES
 
 
 class Visitors:
-    """Refuses what somebody sends who has not logged in, unread, except for the password itself.
+    """Middleware that refuses, unread, requests with a body of visitors who are not logged in, except the login.
 
-    gradio asks whether a visitor is logged in when it has read and parsed the request, and for some requests never.
-    gradio_app: the application that keeps who is logged in.
+    gradio checks the login after it has parsed a request, and for some requests never. gradio_app: keeps the logins.
     """
 
     def __init__(self, app: Any, gradio_app: Any) -> None:
@@ -64,18 +64,18 @@ class Visitors:
 
 
 def one_place_a_page(page: Any, queue_name: str) -> None:
-    """Refuse what a page puts into the queue while it has something waiting there: nobody takes ten places.
+    """Let a page have only one event waiting in the queue.
 
-    gradio's `trigger_mode` holds in the browser alone. Until its queue takes a limit for a session.
+    gradio's `trigger_mode` works only in the browser, and its queue does not have a limit for a session.
     """
     queue = page._queue
     join = queue.push
 
     async def push(body: Any, request: Any, username: Any) -> Any:
         line = queue.event_queue_per_concurrency_id.get(queue_name)
-        asked = page.fns.get(body.fn_index)
-        mine = [event for event in line.queue if event.session_hash == body.session_hash] if line else []
-        if mine and asked and asked.concurrency_id == queue_name:
+        event = page.fns.get(body.fn_index)
+        waits = line and any(each.session_hash == body.session_hash for each in line.queue)
+        if waits and event and event.concurrency_id == queue_name:
             return False, "Your page has a message or a turn in the queue already: wait for it, or stop it.", "error"
         return await join(body=body, request=request, username=username)
 

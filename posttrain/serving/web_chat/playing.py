@@ -1,4 +1,4 @@
-"""How does a model play in the browser?  One turn a click: picture and text of the state, thought, answer, reward."""
+"""How does a model play in the browser?  One turn with each click: state, thought, answer and reward."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ import envs
 from posttrain.config import ChatRun, SamplingSection
 from posttrain.report import png
 from posttrain.serving.generation import Generator
-from posttrain.serving.playing import Level, open_env, outcome
-from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, refusal, table, wait_until_idle
+from posttrain.serving.playing import PlayedLevel, describe_episode_end, open_played_env
+from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, html_table, page_error, wait_until_idle
 from posttrain.types import UserError
 
-ROLLOUTS = "as in the rollouts"  # the model's own distribution, as phase 3 plays and --play without a preset
+ROLLOUTS = "as in the rollouts"  # the model's own distribution, as in phase 3 and in --play without a preset
 
 
 @dataclass
 class Seat:
-    """What one open page plays; each page has its own."""
+    """The level of an open page; each page has its own."""
 
-    level: Level | None = None
-    opened: int = 0  # levels so far: a turn belongs to the one that it was asked for
-    turns: list[list[str]] = field(default_factory=list)  # number, answer, what came of it
+    level: PlayedLevel | None = None
+    opened: int = 0  # levels so far; each turn belongs to one of them
+    turns: list[list[str]] = field(default_factory=list)  # number, answer, result
     busy: bool = False  # while a turn is being played
 
 
 class PlayTab:
-    """The tab, and what its buttons do. generators: one or two models by name."""
+    """The tab and its events. generators: one or two models by name."""
 
     def __init__(self, generators: dict[str, Generator], cfg: ChatRun) -> None:
         self.generators, self.cfg = generators, cfg
 
     def build(self) -> None:
+        """Lay out the tab and connect its events."""
         chosen = [env.title for env in self.cfg.envs]  # with options of the config
         titles = chosen + [name for name in envs.names() if name not in chosen]
         models = list(self.generators)
@@ -56,14 +57,14 @@ class PlayTab:
         with gradio.Row():
             with gradio.Column(min_width=280):
                 state = gradio.HTML(elem_id="state")
-                status = gradio.Textbox(label="Where it stands", interactive=False)
+                status = gradio.Textbox(label="Status", interactive=False)
             with gradio.Column(min_width=280, scale=2):
-                told = gradio.Textbox(label="What the model is told now", lines=3, max_lines=12, interactive=False)
+                observation = gradio.Textbox(label="Observation", lines=3, max_lines=12, interactive=False)
                 thought = gradio.Textbox(label="Thought of the last turn", lines=2, max_lines=8, interactive=False)
                 answer = gradio.Textbox(label="Answer of the last turn", lines=1, max_lines=8, interactive=False)
         turns = gradio.HTML(elem_id="turns", elem_classes="figures")
 
-        shown = [state, status, told, turns, step, stop]
+        shown = [state, status, observation, turns, step, stop]
         begun = step.click(self.begin, seat, [asked, step, stop], **QUICK)
         played = begun.then(self.turn, [seat, asked], [thought, answer], api_name="turn", **ONE_AT_A_TIME)
         start.click(
@@ -74,56 +75,56 @@ class PlayTab:
         stop.click(None, None, None, cancels=[played], api_visibility="private")
 
     def open(self, seat: Seat, model: str, env: str, level: int | None, preset: str) -> tuple[Any, ...]:
-        """Show a level in its first state, the same one that --play shows under this number."""
+        """Show the first state of a level, which has the same number in --play."""
         if level is None or level < 1:
-            raise refusal("Levels are numbered from 1.")
+            raise page_error("Levels are numbered from 1.")
         if model not in self.generators or not env or preset not in (ROLLOUTS, *self.cfg.presets):
-            raise refusal("Choose a model, an environment and a sampling setting.")
+            raise page_error("Choose a model, an environment and a sampling setting.")
         setting = SamplingSection() if preset == ROLLOUTS else self.cfg.presets[preset]
         try:
-            opened = Level(self.generators[model], open_env(self.cfg, env), self.cfg, setting, level - 1)
+            opened = PlayedLevel(self.generators[model], open_played_env(self.cfg, env), self.cfg, setting, level - 1)
         except UserError as problem:
-            raise refusal(problem) from problem
-        seat.opened += 1  # before the level: a turn that begins right now finds either its own level or that it is void
+            raise page_error(problem) from problem
+        seat.opened += 1  # before the level: a turn that starts now finds its own level, or is void
         seat.turns, seat.level = [], opened
         return *self.view(seat), "", ""
 
     def begin(self, seat: Seat) -> tuple[Any, ...]:
-        """Return which level a turn is asked for, and the buttons while it waits and is played."""
+        """Return the number of the level that a turn is for, and the buttons during the turn."""
         return seat.opened, *enabled(step=False, stop=True)
 
-    def turn(self, seat: Seat, asked: int | None = None) -> Iterator[tuple[str, str]]:
-        """Let the model write one turn and the environment answer; a turn that is stopped has not been played.
+    def turn(self, seat: Seat, opened: int | None = None) -> Iterator[tuple[str, str]]:
+        """Play one turn; a turn that is stopped is not played.
 
-        asked: for which of the levels that were opened, as `begin` says; without a number, for the one that is open.
+        opened: the number of the turn's level, from `begin`; None is the open level.
         """
         level, turns = seat.level, seat.turns
-        if asked is not None and asked != seat.opened:
+        if opened is not None and opened != seat.opened:
             return
         if level is None or level.over:
-            raise refusal("Open a level first.")
+            raise page_error("Open a level first.")
         drawn, opening = time.monotonic(), level.episode.protocol.opening
-        said, seat.busy = level.answer(), True
+        writing, seat.busy = level.answer(), True
         try:
-            for _ in said:
+            for _ in writing:
                 if seat.level is not level:
                     return
                 if time.monotonic() - drawn > PAUSE:
-                    yield parts(opening + said.text)
+                    yield split_thought(opening + writing.text)
                     drawn = time.monotonic()
-            came, _ = level.take(said)
+            result, _ = level.take(writing)
         except UserError as problem:
-            raise refusal(problem) from problem
+            raise page_error(problem) from problem
         else:
-            thought, answer = parts(opening + said.text)
-            turns.append([str(level.episode.turns), answer, came])
+            thought, answer = split_thought(opening + writing.text)
+            turns.append([str(level.episode.turns), answer, result])
         finally:
             seat.busy = False
         if seat.level is level:
             yield thought, answer
 
     def view(self, seat: Seat) -> tuple[Any, ...]:
-        """Return what the page shows of the level as it is now."""
+        """Return the values of the page's components for the level as it is now."""
         wait_until_idle(seat)
         level = seat.level
         if level is None:
@@ -131,10 +132,10 @@ class PlayTab:
         episode, total = level.episode, level.game.trajectory.reward
         now = f"Turn {episode.turns + 1} of {episode.protocol.max_turns}, return so far {round(total, 6):g}"
         if level.over:
-            now = outcome(episode, total).plain
-        told = level.told if not level.over else episode.env.observe()
-        past = table([["turn", "answer", "what came of it"], *seat.turns], "words") if seat.turns else ""
-        return pictured(level), now, told, past, *enabled(step=not level.over, stop=False)
+            now = describe_episode_end(episode, total).plain
+        observation = level.observation if not level.over else episode.env.observe()
+        past = html_table([["turn", "answer", "result"], *seat.turns], "words") if seat.turns else ""
+        return pictured(level), now, observation, past, *enabled(step=not level.over, stop=False)
 
 
 def enabled(*, step: bool, stop: bool) -> tuple[Any, Any]:
@@ -142,11 +143,11 @@ def enabled(*, step: bool, stop: bool) -> tuple[Any, Any]:
     return gradio.Button(interactive=step), gradio.Button(interactive=stop)
 
 
-def parts(text: str) -> tuple[str, str]:
-    """Return thought and answer of a turn, whole or being written: what is outside of <think> is the answer.
+def split_thought(text: str) -> tuple[str, str]:
+    """Return thought and answer of a turn, complete or not; the answer is the text outside of <think>.
 
-    >>> parts("<think>left is safe</think><answer>Left</answer>"), parts("<think>left"), parts("Left")
-    (('left is safe', '<answer>Left</answer>'), ('left', ''), ('', 'Left'))
+    >>> split_thought("<think>left is safe</think><answer>Left</answer>"), split_thought("Left")
+    (('left is safe', '<answer>Left</answer>'), ('', 'Left'))
     """
     before, opened, inside = text.partition("<think>")
     if not opened:
@@ -155,8 +156,8 @@ def parts(text: str) -> tuple[str, str]:
     return thought, before + behind
 
 
-def pictured(level: Level) -> str:
-    """Return the state as a picture, or as text where the environment draws none."""
+def pictured(level: PlayedLevel) -> str:
+    """Return the state as a picture, or as text if the environment does not have pictures."""
     env = level.episode.env
     view = copy.copy(env)
     if env.has("render"):

@@ -1,4 +1,4 @@
-"""Who may open the page, where is it, and who is answered when?  gradio's parts in one application, for this model."""
+"""How is the page served?  gradio's application with both tabs, its address and its password."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.types import UserError
 if TYPE_CHECKING:
     from posttrain.serving.generation import Generator
 
-PASSWORD = "CHAT_PASSWORD"  # an environment variable: what stands on a command line, every user of a machine can read
+PASSWORD = "CHAT_PASSWORD"  # an environment variable: every user of a machine can read a command line
 STYLE = """
 .dark { --color-accent: var(--primary-400) !important; }
 .gradio-container { max-width: 1280px !important; }
@@ -32,9 +32,11 @@ STYLE = """
 
 
 def require_gradio() -> None:
-    """Turn gradio's telemetry off; UserError where gradio is missing."""
+    """Turn gradio's telemetry off; UserError if gradio is missing."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(1 << 60)  # else it keeps figures of each event, with pandas
+    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(
+        1 << 60
+    )  # otherwise it keeps figures of each event, with pandas
     try:
         import gradio  # noqa: F401
     except ImportError as error:
@@ -45,22 +47,21 @@ def require_gradio() -> None:
 
 
 def chosen_password() -> str:
-    """Return the password from the environment, or as it is typed without being shown."""
-    found = os.environ.get(PASSWORD)
-    if found is None and sys.stdin.isatty():
-        found = getpass.getpass("Password for the page: ")
-    if not found:
+    """Return the password from the environment, or from the terminal without echo."""
+    password = os.environ.get(PASSWORD)
+    if password is None and sys.stdin.isatty():
+        password = getpass.getpass("Password for the page: ")
+    if not password:
         raise UserError(
-            f"--password: set the environment variable {PASSWORD} to the password, or type it in a terminal. It is"
-            " not taken from the command line, which every user of the machine can read."
+            f"--password: set the environment variable {PASSWORD} to the password, or type it in a terminal."
         )
-    return found
+    return password
 
 
-def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | None, *, local: bool = True) -> Any:
+def build_page(generators: dict[str, Generator], cfg: ChatRun, password: str | None, *, local: bool = True) -> Any:
     """Build the page as an application of FastAPI. generators: one or two models by the names that the page shows.
 
-    local: it listens where this machine alone reaches it.
+    local: whether only this machine reaches the page.
     """
     require_gradio()
     import gradio
@@ -72,14 +73,14 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
     from posttrain.serving.web_chat.playing import PlayTab
     from posttrain.serving.web_chat.talking import ChatTab
 
-    title = "Chat" if password is not None else f"Chat: {next(iter(generators))}"  # which is shown before the password
+    title = "Chat" if password is not None else f"Chat: {next(iter(generators))}"  # shown before the login
     with gradio.Blocks(title=title, analytics_enabled=False) as page:
         with gradio.Tab("Chat"):
             ChatTab(generators, cfg).build()
         with gradio.Tab("Play"):
             PlayTab(generators, cfg).build()
     one_place_a_page(page, ONE_AT_A_TIME["concurrency_id"])
-    if password is not None:  # the page that asks for it would list every event, with the models' names
+    if password is not None:  # the login page would list every event, with the models' names
         page.get_api_info = lambda *_, **__: {"named_endpoints": {}, "unnamed_endpoints": {}}
 
     app = gradio.mount_gradio_app(
@@ -99,7 +100,7 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
         theme=theme(),
         css=STYLE,
     )
-    app.add_middleware(WholeRequests, most=most_bytes)  # the last one that is added sees a request first
+    app.add_middleware(WholeRequests, most=most_bytes)  # the middleware that is added last sees a request first
     if password is not None:
         app.add_middleware(Visitors, gradio_app=app.routes[-1].app)  # type: ignore[attr-defined]
     app.add_middleware(OwnPagesOnly, local=local and password is None)
@@ -131,8 +132,8 @@ def serve_page(generators: dict[str, Generator], cfg: ChatRun, listening: socket
     from envs.web import is_loopback
 
     host, port = listening.getsockname()[:2]
-    app = build_app(generators, cfg, password, local=is_loopback(host))
-    # Each open page holds a connection: at the end they are not waited for, nor told of one by one.
+    app = build_page(generators, cfg, password, local=is_loopback(host))
+    # Each open page holds a connection: the end does not wait for them, nor log each of them.
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, http=patient_protocol())
     server = uvicorn.Server(config)
     print(f"Chat with {', '.join(generators)} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

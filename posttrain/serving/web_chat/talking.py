@@ -1,4 +1,4 @@
-"""How does a conversation look in the browser?  One or two answers as they come, their settings, their figures."""
+"""How does a conversation look in the browser?  One or two answers side by side, their settings and figures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pydantic import ValidationError
 
 from posttrain.config import ChatRun, SamplingSection
 from posttrain.serving.conversation import Conversation, Exchange
-from posttrain.serving.display import figures, in_words
+from posttrain.serving.display import describe_sampling, repetition_figures
 from posttrain.serving.generation import Answer, Generator
-from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, refusal, table, wait_until_idle
+from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, html_table, page_error, wait_until_idle
 from posttrain.types import UserError, derive_seed
 
-OWN = "own settings"  # what the list of presets says once a slider was moved
+OWN = "own settings"  # shown in the list of presets after a slider was moved
 SLIDERS = ("temperature", "top_p", "top_k", "repetition_penalty")  # of SamplingSection
 SEND, STOP = "Send", "Stop"
 DOWNLOAD = """(rows) => {
@@ -37,7 +37,7 @@ Shown = list[Any]  # messages as gradio takes them
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the settings ask for: Wanted([("model 1", SamplingSection())], "Be brief.", 512), an entry for each side."""
+    """The settings of a message, with an entry for each side: Wanted([("a", SamplingSection())], "Be brief.", 512)."""
 
     sides: list[tuple[str, SamplingSection]]
     system: str | None
@@ -46,52 +46,51 @@ class Wanted:
 
 @dataclass
 class Talk:
-    """What was said on one open page; each page has its own."""
+    """The conversations of an open page; each page has its own."""
 
     sides: list[Conversation | None] = field(default_factory=lambda: [None, None])
-    answers: dict[str, Answer] = field(default_factory=dict)  # the last ones, for their figures
-    number: int = 0  # of messages: each has a seed of its own, the one that it would have in the terminal
-    pending: str = ""  # a message that has no answer
-    waiting: bool = False  # while it may still get one
+    answers: dict[str, Answer] = field(default_factory=dict)  # the last ones, for the table of figures
+    number: int = 0  # of messages; each has its own seed, the same as in the terminal
+    pending: str = ""  # a message without an answer
+    waiting: bool = False  # while it may still get an answer
     settings: list[list[str]] = field(default_factory=lambda: [[], []])  # of each answer in `sides`
-    seconds: dict[str, float] = field(default_factory=dict)  # that each of the last answers took
+    seconds: dict[str, float] = field(default_factory=dict)  # of each of the last answers
     busy: bool = False  # while an answer is being written
-    unwanted: bool = False  # it is to end
+    unwanted: bool = False  # `reset` ends it
 
     def side(self, number: int, generator: Generator, wanted: Wanted) -> Conversation:
-        """Return the conversation of a side, which a change of the system message or of the model begins again."""
-        found = self.sides[number]
-        if found is None or found.chat is not generator.chat or found.system != wanted.system:
-            found = Conversation(generator.chat, generator.context, wanted.longest, wanted.system)
-            self.sides[number], self.settings[number] = found, []
-        found.max_new_tokens = wanted.longest
-        return found
+        """Return the conversation of a side; another system message or model starts a new one."""
+        talk = self.sides[number]
+        if talk is None or talk.chat is not generator.chat or talk.system != wanted.system:
+            talk = Conversation(generator.chat, generator.context, wanted.longest, wanted.system)
+            self.sides[number], self.settings[number] = talk, []
+        talk.max_new_tokens = wanted.longest
+        return talk
 
     def shown(self, number: int) -> Shown:
         """Return the messages of a side, with the answer that is being written."""
-        found = self.sides[number]
-        said = [message for message in found.messages() if message["role"] != "system"] if found else []
+        talk = self.sides[number]
+        messages = [each for each in talk.messages() if each["role"] != "system"] if talk else []
         if self.waiting:
-            said.append({"role": "user", "content": self.pending})
+            messages.append({"role": "user", "content": self.pending})
             writing = list(self.answers.values())[number : number + 1]
-            said += [{"role": "assistant", "content": answer.text} for answer in writing if answer.ids]
-        # gradio takes every text for HTML, whatever `render_markdown` says: a model's <img> would be loaded. Of a plain
-        # string it would also take the indentation away.
-        texts = [html.escape(message["content"], quote=False) for message in said]
+            messages += [{"role": "assistant", "content": answer.text} for answer in writing if answer.ids]
+        # gradio reads every text as HTML, whatever `render_markdown` is: a model's <img> would be loaded. It would also
+        # remove the indentation of a plain string.
         return [
-            {"role": message["role"], "content": [{"type": "text", "text": text}]}
-            for message, text in zip(said, texts, strict=True)
+            {"role": role, "content": [{"type": "text", "text": html.escape(text, quote=False)}]}
+            for role, text in ((message["role"], message["content"]) for message in messages)
         ]
 
 
 class ChatTab:
-    """The tab, and what its buttons do. generators: one or two models by name."""
+    """The tab and its events. generators: one or two models by name."""
 
     def __init__(self, generators: dict[str, Generator], cfg: ChatRun) -> None:
         self.generators, self.cfg = generators, cfg
 
     def build(self) -> None:
-        """Lay out the tab inside of a page; which button does what stands in `connect`."""
+        """Lay out the tab within a page."""
         cfg, names = self.cfg, list(self.generators)
         self.talk = gradio.State(Talk())
         with gradio.Row():
@@ -108,11 +107,11 @@ class ChatTab:
         self.figures = gradio.HTML(elem_id="figures", elem_classes="figures")
         with gradio.Accordion("Settings", open=False):
             self.beside = gradio.Checkbox(
-                len(names) > 1, label="Side by side", info="Two answers to each message; begins a new conversation."
+                len(names) > 1, label="Side by side", info="Two answers to each message; starts a new conversation."
             )
             self.system = gradio.Textbox(
                 cfg.system or "", label="System message", lines=2,
-                info="Another one begins a new conversation with the next message.",
+                info="A change starts a new conversation with the next message.",
             )  # fmt: skip
             longest = min(max(2048, cfg.max_new_tokens), *(each.context for each in self.generators.values()), 1 << 20)
             self.longest = gradio.Slider(
@@ -125,14 +124,14 @@ class ChatTab:
         self.connect()
 
     def chatbot(self, letter: str, *, visible: bool) -> gradio.Chatbot:
-        """Show texts as they were written: no Markdown, no HTML, hence no picture from elsewhere either."""
+        """Return a chatbot that shows plain text, without Markdown, HTML or pictures from other addresses."""
         return gradio.Chatbot(
             label=letter, visible=visible, height=420, render_markdown=False, buttons=[], layout="bubble",
             min_width=300, elem_id=f"side-{letter}",
         )  # fmt: skip
 
     def setting(self, letter: str, model: str, preset: str) -> list[Any]:
-        """The settings of one side: model, preset, and the SLIDERS."""
+        """Return the components of one side: model, preset, and the SLIDERS."""
         presets = self.cfg.presets
 
         def values(name: str) -> list[float]:
@@ -157,7 +156,7 @@ class ChatTab:
         return [choices, chosen, *sliders]
 
     def connect(self) -> None:
-        """Say which function answers which event."""
+        """Connect the events with their functions."""
         view = [*self.chatbots, self.figures]
         inputs = [self.beside, self.system, self.longest, *self.settings[0], *self.settings[1]]
         begun = self.message.submit(
@@ -184,26 +183,26 @@ class ChatTab:
             preset.input(self.slid, preset, sliders, **QUICK)
             gradio.on([slider.input for slider in sliders], lambda: OWN, None, preset, **QUICK)
 
-    # What the buttons do
-
     def begin(self, text: str, talk: Talk, *inputs: Any) -> tuple[Any, ...]:
-        """Show the message at once, also while others are answered."""
+        """Show the message at once, also while other pages are answered."""
         if not (text or "").strip():
-            raise refusal("Write a message first.")
+            raise page_error("Write a message first.")
         wanted = self.wanted(*inputs)
         talk.pending, talk.waiting, talk.answers = text, True, {}
         labelled: list[Any] = [gradio.skip(), gradio.skip()]
         for side, (name, how) in enumerate(wanted.sides):
             talk.side(side, self.generators[name], wanted)
-            labelled[side] = gradio.Chatbot(talk.shown(side), label=f"{'AB'[side]}: {name}, {in_words(how)}")
+            labelled[side] = gradio.Chatbot(talk.shown(side), label=f"{'AB'[side]}: {name}, {describe_sampling(how)}")
         waiting = gradio.Textbox("", submit_btn=False, stop_btn=STOP, interactive=False)
         return waiting, text, *labelled, self.figured(talk)
 
     def answer(self, text: str, talk: Talk, *inputs: Any) -> Iterator[tuple[Any, ...]]:
-        """Write a token on each side in turn, until all is said, or it is stopped, or its page is closed."""
+        """Write a token on each side in turn, until the answers end, are stopped, or the page is closed."""
         wanted = self.wanted(*inputs)
         talk.pending, talk.waiting, talk.busy, talk.seconds = text, True, True, {}
-        seed = derive_seed(self.cfg.seed, "chat", talk.number)  # the same for both: what differs is who answers, or how
+        seed = derive_seed(
+            self.cfg.seed, "chat", talk.number
+        )  # the same for both sides: they differ in the model or the settings
         began = drawn = time.monotonic()
         conversations: list[Conversation] = []
         answers: list[Answer] = []
@@ -225,29 +224,29 @@ class ChatTab:
                     yield self.view(talk)
                     drawn = time.monotonic()
         except UserError as problem:
-            raise refusal(problem) from problem
+            raise page_error(problem) from problem
         finally:
             writing = {}
-            for side, said in enumerate(answers):
-                said.stop()
-                if said.ids:
-                    talk.settings[side].append(in_words(wanted.sides[side][1]))
-                    conversations[side].exchanges.append(Exchange(text, said.ids, said.finished, said.text))
+            for side, written in enumerate(answers):
+                written.stop()
+                if written.ids:
+                    talk.settings[side].append(describe_sampling(wanted.sides[side][1]))
+                    conversations[side].exchanges.append(Exchange(text, written.ids, written.finished, written.text))
                     talk.pending, talk.waiting = "", False
             talk.number += 1
             talk.busy = False
         yield self.view(talk)
 
     def settle(self, talk: Talk) -> tuple[Any, ...]:
-        """Show the page after an answer, whole or stopped; a message that got none goes back where it was typed."""
+        """Show the page after an answer; a message without an answer goes back into its text box."""
         wait_until_idle(talk)
-        if talk.unwanted:  # `reset` shows an empty page, and what is shown here could arrive after it
+        if talk.unwanted:  # `reset` shows an empty page; this view could arrive after it
             return (gradio.skip(),) * 4
         talk.waiting = False
         return gradio.Textbox(talk.pending, submit_btn=SEND, stop_btn=False, interactive=True), *self.view(talk)
 
     def reset(self, talk: Talk, beside: bool) -> tuple[Any, ...]:
-        """Begin a new conversation, on one side or on both."""
+        """Start a new conversation, on one side or on both."""
         talk.unwanted = True
         wait_until_idle(talk)
         vars(talk).update(vars(Talk()))
@@ -263,31 +262,30 @@ class ChatTab:
             if conversation and conversation.exchanges
         ]
         if not rows:
-            raise refusal("There is nothing to export yet: no message has an answer.")
+            raise page_error("Nothing to export yet: no message has an answer.")
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def slid(self, preset: str) -> list[Any]:
-        """Return the values of the sliders in a preset."""
+        """Return the values of the sliders for a preset."""
         if preset == OWN:
             return [gradio.skip()] * len(SLIDERS)
         return [getattr(self.cfg.presets[preset], name) for name in SLIDERS]
-
-    # What is shown
 
     def wanted(self, beside: bool, system: str | None, longest: float, *settings: Any) -> Wanted:
         """Read the values of the settings' components."""
         half, sides = len(settings) // 2, []
         for model, _, *values in (settings[:half], settings[half:])[: 1 + beside]:
             if model not in self.generators:
-                raise refusal("Choose a model.")
+                raise page_error("Choose a model.")
             try:
                 sides.append((model, SamplingSection(**dict(zip(SLIDERS, values, strict=True)))))
-            except ValidationError as error:  # programs send what no slider has
+            except ValidationError as error:  # a program can send any value
                 words = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
-                raise refusal(f"These settings cannot be used: {words}.") from error
+                raise page_error(f"These settings cannot be used: {words}.") from error
         return Wanted(sides, (system or "").strip() or None, int(longest))
 
     def view(self, talk: Talk) -> tuple[Any, ...]:
+        """Return the values of both chatbots and of the figures."""
         return talk.shown(0), talk.shown(1), self.figured(talk)
 
     def figured(self, talk: Talk) -> str:
@@ -297,6 +295,6 @@ class ChatTab:
             return ""
         speed = [f"{len(answer.ids) / max(talk.seconds[side], 1e-9):.0f}" for side, answer in answers.items()]
         forgotten = [str(side.forgotten) for side in talk.sides if side]
-        rows = [("", list(answers)), *figures(answers), ("tokens a second", speed)]
+        rows = [("", list(answers)), *repetition_figures(answers), ("tokens a second", speed)]
         rows += [("turns out of the model's context", forgotten)] if any(map(int, forgotten)) else []
-        return table([[label, *values] for label, values in rows])
+        return html_table([[label, *values] for label, values in rows])

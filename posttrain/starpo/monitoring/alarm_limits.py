@@ -1,4 +1,4 @@
-"""From which figure on does an alarm fire, and what does it advise?  Limits and texts, no mathematics."""
+"""At which limit does an alarm fire, and what does it advise?  Limits and texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from posttrain.config import StarPORun
 
-LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/fixtures/alarms.json have runs that they tell apart
+LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/fixtures/alarms.json hold healthy and failing runs
     "variance_collapse": 0.27,  # of its best
     "variance_gone": 0.10,  # of its best, mean of 10 steps: RAGEN's early stopping
     "saturated": 0.8,  # success from which a small std or entropy, or steps without a group, raise no alarm
@@ -20,7 +20,7 @@ LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/fixtures/alarms.j
     "template_collapse": 0.5,  # of the first z-scores, while the conditional entropy keeps 0.75 of its own
     "format_decay": 0.10,  # share of invalid turns above the lowest
     "success_drop": 0.6,  # of its best
-    "wavering": 0.92,  # of its best success: a healthy policy may lose that much, what counts begins below it
+    "wavering": 0.92,  # of its best success: a healthy policy may lose that much
     "clip_fraction": 0.05,  # median of 5 steps
     "forgetting": 0.03,  # nats a token from the teacher, on held-out prompts of the phases before
     "skill_lost": 0.9,  # of the accuracy at the start of the run
@@ -36,22 +36,22 @@ HALF_PRECISION_GAP = 16 * 2**-8  # nats, mean over tokens: 16 steps of bfloat16;
 
 
 class Option(NamedTuple):
-    """One thing to change, and whether a run could: what it has already is not advised."""
+    """One change to advise, and whether it is useful for a run (a setting that the run already has is not advised)."""
 
     words: str
     useful: Callable[[StarPORun], bool] = lambda cfg: True
 
 
 class Advice(NamedTuple):
-    """What an alarm says at its end: `{options}` of `text` are those that the run can change."""
+    """The advice of an alarm; `{options}` in `text` stands for the options that are useful for the run."""
 
     severity: str
     text: str
     options: tuple[Option, ...] = ()
-    otherwise: str = ""  # in the place of `text` where no option is left
+    otherwise: str = ""  # instead of `text` if no option is useful
 
     def words(self, cfg: StarPORun | None = None) -> str:
-        """The advice for this run; all of it without one."""
+        """Return the advice for this run, or with all options if `cfg` is None."""
         chosen = [option.words for option in self.options if cfg is None or option.useful(cfg)]
         if self.options and not chosen:
             return self.otherwise
@@ -60,7 +60,7 @@ class Advice(NamedTuple):
 
 
 def _filters(cfg: StarPORun) -> bool:
-    """Whether only groups whose rewards differ are trained on."""
+    """Return whether only groups with different rewards are trained on."""
     return cfg.algorithm.filter.strategy != "none" and not cfg.algorithm.filter.keep_zero
 
 
@@ -83,7 +83,7 @@ LESS_ENTROPY = Option("a smaller `algorithm.entropy_coef`", lambda cfg: cfg.algo
 LESS_KL = Option("a smaller `algorithm.beta`", lambda cfg: cfg.algorithm.beta > 0)
 FLOAT32 = Option("`trainer.bf16: false`", lambda cfg: cfg.trainer.bf16 is not False)
 DISTIL = Option(
-    "`distillation`, which keeps the policy near the model that it began as", lambda cfg: not cfg.distillation
+    "`distillation`, which keeps the policy near the model that it started from", lambda cfg: not cfg.distillation
 )
 MORE_DISTILLATION = Option(
     "a larger `distillation.coef` or `distillation.batch_size`", lambda cfg: cfg.distillation is not None
@@ -102,13 +102,13 @@ ADVICE: dict[str, Advice] = {
     ),
     "entropy_collapse": Advice(
         "warn",
-        "Raise `algorithm.epsilon_high` or `algorithm.entropy_coef`, or stop here: the policy explores no more.",
+        "Raise `algorithm.epsilon_high` or `algorithm.entropy_coef`, or stop here: the policy no longer explores.",
     ),
     "entropy_explosion": Advice("warn", "Try {options}.", (SLOWER, LESS_ENTROPY, FEWER_UPDATES)),
     "gradient_growth": Advice(
         "warn",
-        "Lower `trainer.learning_rate` and go on from the checkpoint before; `trainer.max_grad_norm` hides the size of"
-        " an update, not its direction.",
+        "Lower `trainer.learning_rate` and go on from the checkpoint before; `trainer.max_grad_norm` limits"
+        " the size of an update, not its direction.",
     ),
     "repetition": Advice(
         "warn",
@@ -121,9 +121,9 @@ ADVICE: dict[str, Advice] = {
     ),
     "template_collapse": Advice(
         "warn",
-        "Try {options}: entropy bonus and KL pull on every prompt alike.",
+        "Try {options}: entropy bonus and KL act on every prompt alike.",
         (RAGEN2, LESS_ENTROPY, LESS_KL),
-        "The filter is on, and neither entropy bonus nor KL pulls: go back to the best checkpoint with a lower"
+        "The filter is on, without an entropy bonus and a KL penalty: go back to the best checkpoint with a lower"
         " `trainer.learning_rate`.",
     ),
     "format_decay": Advice("warn", "Try {options}.", (SLOWER, FEWER_UPDATES, LESS_ENTROPY)),
@@ -143,8 +143,8 @@ ADVICE: dict[str, Advice] = {
                 lambda cfg: cfg.algorithm.importance_sampling_clip_max is None,
             ),
         ),
-        "More than rounding: sampler and learner compute different models, and nothing is left that would weigh or"
-        " avoid it. Please report it.",
+        "More than rounding: sampler and learner compute different models, and no setting"
+        " can avoid or weigh it. Please report it.",
     ),
     "forgetting": Advice("warn", "Try {options}.", (DISTIL, MORE_DISTILLATION, SLOWER)),
     "skill_lost": Advice(
@@ -155,8 +155,8 @@ ADVICE: dict[str, Advice] = {
     "skipped_updates": Advice("warn", "Numbers overflow. Try {options}.", (FLOAT32, SLOWER)),
     "all_invalid": Advice(
         "warn",
-        "Read transcripts.jsonl. Where the answers lack the form: run phase 1 with demonstrations of this environment"
-        " (`data.sources`); where they are cut: a larger `rollout.max_completion_length`.",
+        "Read transcripts.jsonl. If the answers are badly formed: run phase 1 with demonstrations of this environment"
+        " (`data.sources`); if they are cut: a larger `rollout.max_completion_length`.",
     ),
     "no_success": Advice(
         "warn",
@@ -170,8 +170,8 @@ ADVICE: dict[str, Advice] = {
     "empty_steps": Advice(
         "stop",
         "Levels are too hard or too easy for this model: others (`envs[].options`), larger groups"
-        " (`rollout.num_generations`) or a higher `rollout.temperature`; where `rollout/crashed` is not 0, it is the"
-        " environment that needs fixing.",
+        " (`rollout.num_generations`) or a higher `rollout.temperature`; if `rollout/crashed` is not 0, fix the"
+        " environment.",
     ),
     "not_finite": Advice(
         "warn", "Look at the transcripts and rewards of this step, and try {options}.", (FLOAT32, SLOWER)

@@ -1,7 +1,7 @@
-"""What does each alarm look at?  One function a kind of trouble; it reads a row and yields a Finding for each alarm.
+"""What does each alarm look at?  One function for each kind of trouble; it reads a row and yields Findings.
 
-A rule is given its own memory, the finite numbers of the row, and a Setting. A row without its figures is not looked
-at. Two things must hold: a change large enough to matter, and one that the noise of the batch does not explain.
+A rule receives its own memory, the finite numbers of the row, and a Setting. It ignores a row without its figures. An
+alarm needs a change that is large enough to matter and that the noise of the batch does not explain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Figures = Mapping[str, float]  # a row of metrics.jsonl: {"rollout/success": 0.4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the figures are means of, which is what their noise follows from."""
+    """The sizes of the samples that the figures are means of; the noise follows from them."""
 
     groups: int = 16  # played in a step
     samples: int = 8  # in a group
@@ -42,7 +42,7 @@ class Sizes:
 
 
 class Finding(NamedTuple):
-    """What a rule sees in one row: the alarm's name, whether to fire, whether all is well again, and the words."""
+    """What a rule sees in one row: the alarm's name, whether it fires, whether it is over, and the message."""
 
     name: str
     bad: bool
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What a rule may look at beside its memory and the row."""
+    """What a rule needs besides its memory and the row."""
 
     step: int
     sizes: Sizes
@@ -59,9 +59,9 @@ class Setting(NamedTuple):
 
 
 def variance_left(success: float) -> float:
-    """What a success above one half leaves of the variance within groups, p (1 - p) over its largest value.
+    """Return which share of the variance within groups is possible at a success p: p (1 - p) over its largest value.
 
-    Only above one half: the way from half to never won is a loss, not a solution.
+    1 below one half: there a fall in success is a loss, not a solved task.
 
     >>> variance_left(0.9), variance_left(0.2)
     (0.36, 1.0)
@@ -70,24 +70,24 @@ def variance_left(success: float) -> float:
 
 
 def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """The echo trap's first sign (RAGEN, arXiv 2504.20073, section 4.1): the samples of a group score alike.
+    """Look for the echo trap's first sign (RAGEN, arXiv 2504.20073, section 4.1): equal scores within a group.
 
-    A task that is solved looks the same from here: at success p the variance within groups is at most p (1 - p), and
-    what is lost last are levels that are never won. So the best std counts for as much as the success leaves of it, and
-    from `saturated` on nothing is looked at. The best, not the start, which may be weak. Rewards of two environments
-    need not have one scale, so each is looked at alone; the run is over when all are.
+    A solved task looks the same: at success p the variance within groups is at most p (1 - p). So the std is compared
+    with the share of its best that this success allows, and not at all from `saturated` on. The best, not the start,
+    which may be weak. Each environment is looked at alone, since rewards may have different scales; `variance_gone`
+    needs all of them.
     """
     if "rollout/in_group_std" not in row:
         return
     sizes, limits = setting.sizes, setting.limits
     names = [name for name in _environments(row) if f"rollout/{name}/in_group_std" in row]
-    known = memory["names"] = sorted({*memory.get("names", ()), *names})
+    seen = memory["names"] = sorted({*memory.get("names", ()), *names})
     gone = memory.setdefault("gone", {})
     for path in [f"/{name}" for name in names] or [""]:
         own, groups = memory.setdefault(path, {}), sizes.groups / max(1, len(names))
         success = last_values(own, "success", row.get(f"rollout{path}/success", 0.0), 20)
         won = fmean(success[-10:])
-        name = f"variance_collapse{path if len(known) > 1 else ''}"
+        name = f"variance_collapse{path if len(seen) > 1 else ''}"
         series = Noisy(own, "std", row[f"rollout{path}/in_group_std"])
         size = size_of_std(own, series, groups)
         if series.improved:
@@ -99,7 +99,7 @@ def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
         if series.best is None or series.best <= 1e-6:
             continue
         expected = series.best * min(1.0, variance_left(won) / max(own["left"], 1e-6))
-        chance = FALSE_ALARM / (sizes.steps * len(WINDOWS) * max(1, len(known)))
+        chance = FALSE_ALARM / (sizes.steps * len(WINDOWS) * max(1, len(seen)))
         if series.mean(5) >= 0.75 * expected or "healthy" not in own:
             own["healthy"] = setting.step
         limit = limits["variance_collapse"] * expected
@@ -118,16 +118,16 @@ def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
     shares = [share for share in gone.values() if share is not None]
     yield Finding(
         "variance_gone",
-        bool(shares) and len(gone) >= len(known),
-        len(gone) < max(1, len(known)),
-        f"In-group reward std fell to {max(shares, default=1):.0%} of its best: there is nothing left to learn from.",
+        bool(shares) and len(gone) >= len(seen),
+        len(gone) < max(1, len(seen)),
+        f"In-group reward std fell to {max(shares, default=1):.0%} of its best: the rewards no longer teach anything.",
     )
 
 
 def _entropy(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """A decay along with success is healthy; a fall to a fraction of the start on an unsolved task, or a rise, is not.
+    """Look for an entropy that falls to a fraction of its start on an unsolved task, or that rises.
 
-    Thousands of tokens make up the mean, so its noise is far below these factors.
+    A fall along with success is healthy. The mean is over thousands of tokens: its noise is far below these factors.
     """
     success = row.get("rollout/success", 0.0)
     if "policy/entropy" not in row:
@@ -156,7 +156,7 @@ def _entropy(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding
 
 
 def _gradient(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """Norms that grow. One large norm is clipped and forgotten; how much norms scatter follows from the run itself."""
+    """Look for gradient norms that grow; their scatter is that of the run itself. One large norm is only clipped."""
     norm = row.get("policy/grad_norm", 0.0)
     if norm <= 0:  # a critic that warms up, or nothing to learn from
         return
@@ -174,6 +174,7 @@ def _gradient(memory: Memory, row: Figures, setting: Setting) -> Iterator[Findin
 
 
 def _repetition(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
+    """Look for answers that repeat themselves more than before."""
     if "rollout/repeated_share" not in row:
         return
     series = Noisy(memory, "share", row["rollout/repeated_share"], 0.0, sign=-1)
@@ -188,7 +189,7 @@ def _repetition(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
 
 
 def _template(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """RAGEN-2's template collapse (arXiv 2604.06268): thoughts stay varied, but no longer depend on the prompt."""
+    """Look for RAGEN-2's template collapse (arXiv 2604.06268): varied thoughts that no longer depend on the prompt."""
     limits = setting.limits
     for scope in ("first_turn", "trajectory"):
         z, entropy = (row.get(f"collapse/{scope}/{key}") for key in ("mi_z_ema", "conditional_entropy_token"))
@@ -210,6 +211,7 @@ def _template(memory: Memory, row: Figures, setting: Setting) -> Iterator[Findin
 
 
 def _format(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
+    """Look for more invalid turns than before."""
     if "rollout/invalid_turns" not in row:
         return
     share, sizes = row["rollout/invalid_turns"], setting.sizes
@@ -226,13 +228,13 @@ def _format(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]
 
 
 def _environments(row: Figures) -> list[str]:
-    """Whose success is in this row: `rollout/ENV/success`."""
+    """Return the environments whose success is in this row: `rollout/ENV/success`."""
     parts = [key.split("/") for key in row if key.startswith("rollout/")]
     return [part[1] for part in parts if len(part) == 3 and part[2] == "success"]
 
 
 def _success(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """Of the whole batch, and of each environment where there are several: one may be lost while another is learned."""
+    """Look for a success that drops, of the whole batch and of each of several environments."""
     if "rollout/success" not in row:
         return
     sizes, limits = setting.sizes, setting.limits
@@ -264,9 +266,9 @@ def _success(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding
 
 
 def _first_success(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """An environment in which nothing has ever been won: because no answer is valid, or although they are.
+    """Look for environments in which no episode was ever won, with invalid or with valid answers.
 
-    After N episodes without a success one of `no_success` or more is ruled out with 99.9 % where (1 - it)^N < .001.
+    After N lost episodes a success of p = `no_success` or more is ruled out with 99.9 % if (1 - p)^N < .001.
     """
     names, limits = _environments(row), setting.limits
     episodes = setting.sizes.groups * setting.sizes.samples / max(1, len(names))
@@ -298,7 +300,7 @@ def _first_success(memory: Memory, row: Figures, setting: Setting) -> Iterator[F
 
 
 def _evaluation(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """Hopeless: evaluations and rollouts that rule out a success of `validation`; how many it takes follows from N."""
+    """Look for evaluations and rollouts in a row that rule out a success of `validation`."""
     limit = setting.limits["validation"]
     if (won := row.get("rollout/success")) is not None:
         memory["training"] = max(memory.get("training", 0.0), fmean(last_values(memory, "rollouts", won, 10)))
@@ -314,21 +316,23 @@ def _evaluation(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
 
 
 def _forgetting(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """How far is the policy from the model that it began as, where nothing new is asked of it (arXiv 2509.04259)?
+    """Measure how far the policy is from the model that it started from on earlier data (arXiv 2509.04259).
 
-    The mean over thousands of tokens, on the same rows at each evaluation: its noise is far below the limit.
+    A mean over thousands of tokens, on the same rows at each evaluation: its noise is far below the limit.
     """
     if (kl := row.get("evaluation/distillation_kl")) is None:
         return
     limit = setting.limits["forgetting"]
-    words = f"On held-out prompts of the phases before, the policy is {kl:.2g} nats a token from the model it began as."
+    words = (
+        f"On held-out prompts of the phases before, the policy is {kl:.2g} nats a token from the model it started from."
+    )
     yield Finding("forgetting", kl > limit, kl < limit / 2, words)
 
 
 def _skills(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """Is a suite of the former phases answered worse than before the first step?
+    """Look for a suite of the phases before that is answered worse than before the first step.
 
-    On the same items, by more than three standard errors of the paired difference: by chance in one of 740 evaluations.
+    On the same items, by more than three standard errors of the paired difference: by chance in 1 of 740 evaluations.
     """
     for key, change in row.items():
         if not (key.startswith("evaluation/") and key.endswith("/change")):
@@ -342,7 +346,7 @@ def _skills(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]
 
 
 def _machinery(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """What is wrong with the run rather than the policy: engines that disagree, updates that are too long or lack."""
+    """Look for technical faults: a sampler that differs from the learner, updates that are clipped or skipped."""
     limits = setting.limits
     if (clipped := row.get("policy/clip_fraction")) is not None:
         values, limit = last_values(memory, "clipped", clipped, 5), limits["clip_fraction"]
@@ -354,16 +358,16 @@ def _machinery(memory: Memory, row: Figures, setting: Setting) -> Iterator[Findi
         yield Finding("sampler_gap", gap > limit, gap < limit / 2, words)
     if (skipped := row.get("policy/skipped_steps")) is not None:
         total = sum(last_values(memory, "skipped", skipped, 10))
-        words = f"{total:.0f} updates of the last 10 steps were left out: their gradients were not finite."
+        words = f"{total:.0f} updates of the last 10 steps were skipped: their gradients were not finite."
         yield Finding("skipped_updates", total >= limits["skipped_updates"], total == 0, words)
 
 
 def _empty(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """Steps without a group to learn from: not where all is won, and more of them where few groups differ anyway.
+    """Look for steps in a row without a group to learn from, unless every level is won.
 
-    With a share s of groups that differ, a step of G groups has none with probability (1 - s)^G. The share is that of
-    the 10 or 40 steps before these, whichever is smaller, empty ones among them; 10 steps of a share of 5 % are added,
-    for a run that has hardly begun. Where no group has ever differed, there is no share to be fair to.
+    With a share s of groups whose rewards differ, a step of G groups has none of them with probability (1 - s)^G. The
+    share is that of the 10 or the 40 steps before, whichever is smaller, plus 10 steps of 5 % for a run that has just
+    started. Until a first group differs, `empty_steps` alone decides.
     """
     if (kept := row.get("rollout/kept_groups")) is None:
         return

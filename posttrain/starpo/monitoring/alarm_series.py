@@ -1,6 +1,6 @@
 """How far may a noisy figure move by chance?  Series with their noise, windows over the last steps, test bounds.
 
-Everything that is remembered is in a `Memory`, plain data that JSON can hold. docs/metrics.md derives the bounds.
+A `Memory` is plain data that JSON can hold. docs/metrics.md derives the bounds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LUCK = 0.5  # standard errors by which the best of many means is above what it m
 
 @functools.lru_cache
 def z_bound(steps: int, tests: int = len(WINDOWS)) -> float:
-    """How many standard deviations a change must be for one of `steps` looks at `tests` windows (Bonferroni).
+    """Return how many standard deviations a change needs if `tests` windows are tested in each of `steps` (Bonferroni).
 
-    Windows that overlap are not independent, so the bound is on the safe side.
+    Overlapping windows are not independent, so the bound is conservative.
 
     >>> round(z_bound(200), 2), round(z_bound(2000), 2)
     (4.35, 4.83)
@@ -30,9 +30,7 @@ def z_bound(steps: int, tests: int = len(WINDOWS)) -> float:
 
 
 def chance_of_fewer(low: float, drawn: float, high: float, others: float) -> float:
-    """Fisher's exact test: how likely is a share of `low` or less of `drawn` trials, if all trials are of one kind?
-
-    high: the share of the `others`.
+    """Return the chance of a share of `low` or less in `drawn` trials, given `high` in `others` (Fisher's exact test).
 
     >>> round(chance_of_fewer(0.1, 40, 0.4, 80), 5)  # 4 of 40, 32 of 80
     0.00043
@@ -51,11 +49,11 @@ def chance_of_fewer(low: float, drawn: float, high: float, others: float) -> flo
 
 
 class Noisy:
-    """A series that is measured with noise: its last 20 values, the best mean of 20, the noise of one value.
+    """A noisy series: its last 20 values, the best mean of 20, the standard deviation of one value.
 
-    The noise is half the mean square of what neighbouring values differ by (von Neumann), which a slow trend does not
-    touch and which holds everything that changes from step to step: levels, chance, which environments were played. Of
-    the last 40 differences or so; `variance`, what the size of the batch lets expect, counts as ten of them.
+    The variance is half the mean square difference of neighbouring values (von Neumann): a slow trend does not change
+    it, and it includes all that varies from step to step (levels, chance, environments). It covers about the last 40
+    differences; `variance`, the expectation from the batch size, counts as ten of them.
     """
 
     def __init__(self, memory: Memory, name: str, value: float, variance: float = 0.0, sign: int = 1) -> None:
@@ -80,7 +78,7 @@ class Noisy:
         return fmean(self.values[-count:])
 
     def worse(self, limit: float, bound: float) -> bool:
-        """Is the mean of a window beyond `limit`, and further from the best than its noise explains?"""
+        """Return whether the mean of a window is beyond `limit` and further from the best than noise explains."""
         if self.best is None:
             return False
         for window in WINDOWS:
@@ -100,10 +98,9 @@ class Noisy:
         size: float = 1.0,
         windows: Sequence[int] = WINDOWS,
     ) -> bool:
-        """Is the mean of a window below `limit`, and by a chance of less than `chance` if it is as `healthy` as before?
+        """Return whether the mean of a window is below `limit`, with a probability below `chance` under `healthy`.
 
-        A value is the mean of so many trials, each of which gives 0 or `size`: of a success the episodes, of the
-        std within groups the groups.
+        A value is the mean of `trials` trials that each give 0 or `size`: episodes for a success, groups for a std.
         """
         share = min(1.0, healthy / size)
         share -= LUCK * math.sqrt(share * (1 - share) / (20 * trials))
@@ -116,9 +113,9 @@ class Noisy:
 
 
 def trials_of_success(memory: Memory, series: Noisy, usual: float, groups: float, samples: int) -> float:
-    """Of how many independent episodes a success is the mean, p (1 - p) over its variance.
+    """Return how many independent episodes a success is the mean of: p (1 - p) over its variance.
 
-    Fewer than were played, for levels differ. The variance is that of neighbouring steps, as in `Noisy`.
+    They are fewer than were played, since levels differ. The variance is that of neighbouring steps, as in `Noisy`.
     """
     expected = groups / (0.5 + 0.5 / samples)
     sums = memory.setdefault("trials", [0.0, 0.0])
@@ -131,9 +128,9 @@ def trials_of_success(memory: Memory, series: Noisy, usual: float, groups: float
 
 
 def size_of_std(memory: Memory, series: Noisy, groups: float) -> float:
-    """What the std of a group is where its samples differ at all: the mean of its squares over its mean.
+    """Return the std of the groups whose samples differ: the mean of the squares over the mean.
 
-    Half of the groups at .4 and half at 0 give .4, all at .2 give .2: the first scatter, the second do not.
+    Half of the groups at .4 and half at 0 give .4; all at .2 give .2.
     """
     sums = memory.setdefault("size", [0.0, 0.0])
     if len(series.values) > 1:
@@ -144,9 +141,10 @@ def size_of_std(memory: Memory, series: Noisy, groups: float) -> float:
 
 
 def success_variance(success: float, groups: float, samples: int) -> float:
-    """Of the mean of a batch, p (1 - p) / groups x (1 + 1 / samples) / 2: half of it is between levels, half within.
+    """Return the variance of a batch's mean success: p (1 - p) / groups x (1 + 1 / samples) / 2.
 
-    That is so where the levels' chances are of the distribution beta(p, 1 - p). Laplace's rule keeps it above 0.
+    Half is between levels, half within, if the levels' success is distributed as beta(p, 1 - p). Laplace's rule keeps
+    it above 0.
 
     >>> round(success_variance(0.5, groups=8, samples=16) ** 0.5, 3)
     0.129
@@ -156,13 +154,13 @@ def success_variance(success: float, groups: float, samples: int) -> float:
 
 
 def last_values(memory: Memory, name: str, value: float, count: int) -> list[float]:
-    """The last `count` values, this one included."""
+    """Add a value; return the last `count` values."""
     memory[name] = [*memory.get(name, ()), value][-count:]
     return memory[name]
 
 
 def first_mean(memory: Memory, name: str, value: float, count: int = 10) -> float | None:
-    """Mean of the first `count` values; None until there are so many."""
+    """Return the mean of the first `count` values; None until there are so many."""
     first = memory.setdefault(f"start {name}", [])
     if len(first) < count:
         first.append(value)
@@ -170,6 +168,7 @@ def first_mean(memory: Memory, name: str, value: float, count: int = 10) -> floa
 
 
 def count_in_a_row(memory: Memory, name: str, holds: bool) -> int:
+    """Return for how many steps in a row, this one included, the condition holds."""
     memory[name] = memory.get(name, 0) + 1 if holds else 0
     return memory[name]
 
@@ -177,10 +176,10 @@ def count_in_a_row(memory: Memory, name: str, holds: bool) -> int:
 def growth(
     memory: Memory, name: str, value: float, success: float, count: int = 10, floor: float = 0.0
 ) -> tuple[float, float] | None:
-    """The value's median of the last `count` steps, and the lowest median of 10 steps from when success was not lower.
+    """Return the median of the last `count` values, and the lowest median of 10 steps with at least 0.8 of the success.
 
-    None until there is one. What rises together with success is not compared: a policy that has learned to play has
-    larger gradients and more ways to win than one that knew nothing.
+    None until there is one. Steps with less success are not compared: a policy that has learned to play has larger
+    gradients and more ways to win.
     """
     values, won = last_values(memory, name, value, 10), fmean(last_values(memory, f"{name} success", success, 10))
     blocks = memory.setdefault(f"{name} blocks", [])

@@ -1,16 +1,13 @@
-"""Does this run diverge or collapse?  Watches the rows of metrics.jsonl, says what is wrong and what to do.
+"""Does this run diverge or collapse?  Alarms on the rows of metrics.jsonl, with advice.
 
-`watch` is a pure function of the rows so far: all it remembers is in a state that JSON can hold, so a resumed run
-raises the alarms that an uninterrupted one would have. An alarm fires once and can fire again after its signal has
-recovered past a second, milder threshold.
+`watch` is a pure function of the rows so far. Its state can be stored as JSON, so a resumed run raises the same alarms.
+An alarm fires once; it can fire again after its figure has recovered past a second, milder limit.
 
-A figure of a batch has sampling noise, and 200 steps are 200 chances to be wrong. So an alarm on a noisy figure needs
-two things: a change large enough to matter (LIMITS), and one that the noise of this batch does not explain (`z_bound`
-standard deviations, corrected for the number of steps). docs/metrics.md derives both.
+A noisy figure needs a change that is large enough to matter (LIMITS) and larger than the noise of the batch explains,
+corrected for the number of steps. docs/metrics.md derives both.
 
-To add an alarm: a limit in LIMITS, severity and remedy in ADVICE (alarm_limits.py), a function in RULES that yields a
-Finding for each row that has its figures (alarm_rules.py), and a line in docs/metrics.md. `Noisy` (alarm_series.py)
-keeps a series, its best level and its noise.
+To add an alarm: a limit in LIMITS, severity and remedy in ADVICE (alarm_limits.py), a function in RULES
+(alarm_rules.py), and a line in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -34,9 +31,9 @@ USUAL = Sizes()
 
 @dataclass(frozen=True)
 class Alarm:
-    """Alarm("variance_collapse", "warn", "In-group reward std fell to 18 % ...", "Try preset starpo-s ...", step=34).
+    """An alarm: Alarm("variance_collapse", "warn", "In-group reward std fell to 18 % ...", "Try ...", step=34).
 
-    Severity `warn` asks for a look; `stop` says that further steps are wasted.
+    Severity `stop` means that further steps are wasted.
     """
 
     name: str
@@ -57,10 +54,12 @@ def watch(
     limits: Mapping[str, float] | None = None,
     cfg: StarPORun | None = None,
 ) -> tuple[list[Alarm], AlarmState]:
-    """The alarms that this row sets off, and the state for the next one; begin with {}.
+    """Return the alarms that this row raises, and the state for the next row; the first state is {}.
 
-    Rows of training and of evaluation come in the order in which they were written; a key that a row does not have is
-    not looked at. `limits` replaces entries of LIMITS. cfg: advice leaves out what this run has already.
+    Args:
+        row: of training or of evaluation, in the order in which they were written.
+        limits: replaces entries of LIMITS.
+        cfg: advice leaves out what this run already does.
     """
     after = copy.deepcopy(state)
     return advance(after, step, row, sizes, limits, cfg), after
@@ -74,11 +73,11 @@ def advance(
     limits: Mapping[str, float] | None = None,
     cfg: StarPORun | None = None,
 ) -> list[Alarm]:
-    """As `watch`, with the state changed in place."""
-    known = {**LIMITS, **(limits or {})}
-    assert known.keys() == LIMITS.keys(), known.keys() - LIMITS.keys()
+    """Return the alarms that `watch` returns; change the state in place."""
+    all_limits = {**LIMITS, **(limits or {})}
+    assert all_limits.keys() == LIMITS.keys(), all_limits.keys() - LIMITS.keys()
     on, memory = state.setdefault("on", []), state.setdefault("memory", {})
-    setting = Setting(step, sizes, known)
+    setting = Setting(step, sizes, all_limits)
     finite = {key: value for key, value in row.items() if math.isfinite(value)}
     findings = list(_numbers(memory.setdefault("_numbers", {}), row, setting))
     for rule in RULES:
@@ -95,7 +94,7 @@ def advance(
 
 
 def _numbers(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
-    """Sees the row as it is; all other rules see its finite numbers alone, so that none of them remembers a NaN."""
+    """Look for numbers that are not finite; all other rules see only the finite ones, so that none remembers a NaN."""
     broken = {key for key, value in row.items() if not math.isfinite(value)}
     memory["keys"] = sorted((set(memory.get("keys", ())) - row.keys()) | broken)
     memory["rows"] = memory.get("rows", 0) + 1 if broken else memory.get("rows", 0) if memory["keys"] else 0
@@ -112,14 +111,14 @@ def _numbers(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding
 
 
 def not_finite(state: AlarmState) -> str:
-    """Since which step a run's rows have not been finite, in words; "" where its last rows are.
+    """Return since which step the figures have not been finite, in words; "" if the last rows are finite.
 
-    The last row of training counts, and the last of an evaluation: one overflow in between is no failure.
+    The last row of training and the last row of evaluation count, not an overflow between them.
 
     >>> not_finite(watch({}, 12, {"policy/loss": math.nan})[1])
     'since step 12 its figures have not been finite numbers (policy/loss)'
     """
-    found = sorted(state.get("memory", {}).get("_numbers", {}).get("since", {}).values(), key=lambda each: each["step"])
-    if not found:
+    kinds = sorted(state.get("memory", {}).get("_numbers", {}).get("since", {}).values(), key=lambda each: each["step"])
+    if not kinds:
         return ""
-    return f"since step {found[0]['step']} its figures have not been finite numbers ({', '.join(found[0]['keys'])})"
+    return f"since step {kinds[0]['step']} its figures have not been finite numbers ({', '.join(kinds[0]['keys'])})"

@@ -25,16 +25,15 @@ from posttrain.starpo.run_state import RunState
 from posttrain.types import Trajectory
 
 SCOPES = {"first_turn": first_turn_pairs, "trajectory": trajectory_pairs}
-SHARE = 0.05  # of a run's work that looking at thoughts may take
-FEWEST = 8  # thoughts of a sample: fewer say too little
+SHARE = 0.05  # of a run's work that these diagnostics may take
+FEWEST = 8  # thoughts of a sample
 
 
 def work(cfg: StarPORun, row: Mapping[str, float]) -> int:
-    """How many tokens the step of this row sent through the model; counted, so that a resumed run counts the same.
+    """Return how many tokens the step of this row sent through the model, without prompts: a lower bound of its work.
 
-    Each sampled token when it was sampled; those of kept groups when their log-probs were measured and three times for
-    each epoch, since a backward pass takes two forward ones. Prompts are left out: a group shares them, and a sampled
-    token takes longer than one that is read among many. So this is rather less than what a step really took.
+    A sampled token counts once. Those of kept groups count once more for their log-probs and three times for each
+    epoch, since a backward pass takes as long as two forward passes. Tokens, not seconds: a resumed run has the same.
     """
     kept = row["rollout/kept_groups"] / cfg.rollout.groups
     return round(row["rollout/tokens"] * (1 + kept * (1 + 3 * cfg.algorithm.num_iterations)))
@@ -43,10 +42,10 @@ def work(cfg: StarPORun, row: Mapping[str, float]) -> int:
 def samples_within(
     cfg: StarPORun, episodes: Sequence[Sequence[ReasonedTurn]], step: int, state: RunState, shared: bool
 ) -> dict[str, tuple[int, int, Pairs]] | None:
-    """For each scope the size of its sample, the tokens to be computed and the sample; None where that is too much.
+    """Return the size of each scope's sample, the tokens to compute, and the sample; None if they are too many.
 
-    The first sample is halved until it fits into SHARE of the work so far; all later ones are as large, or their
-    figures could not be compared. shared: whether prompts are read once rather than with each thought.
+    The first sample is halved until it fits into SHARE of the work so far; later ones have the same size, so that their
+    figures can be compared. shared: whether a prompt is computed once and not with each thought.
     """
     allowed = SHARE * state.work - sum(scope["tokens"] for scope in state.collapse.values())
     sizes = [scope["pairs"] for scope in state.collapse.values()][:1] or [cfg.diagnostics.pairs]
@@ -73,20 +72,20 @@ def thoughts_and_prompts(
     state: RunState,
     say: Callable[[str], None],
 ) -> dict[str, float]:
-    """Does a thought still depend on its prompt?  Cross scores over first turns and over turns of whole episodes.
+    """Return how much thoughts depend on their prompts: cross scores of first turns and of turns of whole episodes.
 
-    `state.collapse` carries each scope's running scale, first values and regime, which is said when it changes.
-    Processes share out the reasonings. At most SHARE of the run's work: where a look would take more, it is left out.
+    `state.collapse` holds each scope's running scale, first values and regime; a change of the regime is reported.
+    Each process scores a part of the thoughts. All of this takes at most SHARE of the run's work, or it is skipped.
     """
     began = time.perf_counter()
-    said = [thoughts(chat, t) for group in groups for t in group]
+    thoughts_of_episodes = [thoughts(chat, t) for group in groups for t in group]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     episodes = [
         [
             ReasonedTurn(thought.prompt_ids, thought.ids, number) if thought else ReasonedTurn([], [], number)
-            for thought in found
+            for thought in turns
         ]
-        for number, found in zip(numbers, said, strict=True)
+        for number, turns in zip(numbers, thoughts_of_episodes, strict=True)
     ]
     lengths = [len(turn.reasoning) for turns in episodes for turn in turns]
     row: dict[str, float] = {"rollout/thought_tokens": sum(lengths) / max(1, len(lengths))}
@@ -95,7 +94,7 @@ def thoughts_and_prompts(
     chosen = samples_within(cfg, episodes, step, state, shared)
     if chosen is None and step == cfg.diagnostics.every:
         say(
-            f"step {step}: whether thoughts depend on their prompts is not looked at yet: it would take more than"
+            f"step {step}: whether thoughts depend on their prompts is not measured yet: it would take more than"
             f" {SHARE:.0%} of the run's work so far. Fewer `diagnostics.pairs` take less."
         )
     for scope, (size, tokens, pairs) in (chosen or {}).items():

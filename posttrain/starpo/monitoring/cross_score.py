@@ -1,9 +1,9 @@
 """How likely is every reasoning under every prompt?  Teacher forcing of R x N pairs that share their prefixes.
 
-Shapes: R reasonings of Q tokens, N distinct prompts of P tokens, S scored tokens one after another.
+Shapes: R reasonings of Q tokens, N distinct prompts of P tokens, S scored tokens.
 
-A prompt is prefilled once, and every reasoning continues the same keys and values: N x P + N x R x Q tokens are
-computed instead of N x R x (P + Q).
+A prompt is prefilled once and every reasoning continues its keys and values: N x P + N x R x Q tokens are computed
+instead of N x R x (P + Q).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from posttrain.types import derive_seed
 
 
 class ReasonedTurn(NamedTuple):
-    """One answer of an episode: the ids up to and including <think>, those of the thought, and the episode's group."""
+    """A turn of an episode: the ids up to and including <think>, the ids of the thought, and the episode's group."""
 
     prompt: list[int]
     reasoning: list[int]
@@ -31,9 +31,9 @@ class ReasonedTurn(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What is scored: Pairs(prompts=[p0, p1], weights=[2, 1], reasonings=[a, b, c], own=[0, 1, 0]).
+    """The sample to score: Pairs(prompts=[p0, p1], weights=[2, 1], reasonings=[a, b, c], own=[0, 1, 0]).
 
-    `prompts` are distinct; `weights` says how many columns each stands for, `own` whose column each reasoning is.
+    `prompts` are distinct. `weights`: how many groups or turns each stands for. `own`: the prompt of each reasoning.
     """
 
     prompts: list[list[int]]
@@ -43,10 +43,9 @@ class Pairs(NamedTuple):
 
 
 def first_turn_pairs(episodes: Sequence[Sequence[ReasonedTurn]], count: int, *place: int | str) -> Pairs:
-    """Up to `count` first turns; a group is one column, groups with one prompt share theirs.
+    """Draw up to `count` first turns with a thought; each distinct prompt of a group is a column.
 
-    `place` is what the seed is derived from. Turns without a thought are left out; where the samples of a group have
-    prompts of their own, each is a column.
+    place: what the seed is derived from.
     """
     first = [turns[0] for turns in episodes if turns and turns[0].reasoning]
     chosen = sorted(sorted(range(len(first)), key=lambda i: derive_seed(*place, "first turn", i))[:count])
@@ -54,9 +53,9 @@ def first_turn_pairs(episodes: Sequence[Sequence[ReasonedTurn]], count: int, *pl
 
 
 def trajectory_pairs(episodes: Sequence[Sequence[ReasonedTurn]], count: int, *place: int | str) -> Pairs:
-    """Up to `count` episodes, and one of the turns with a thought of each: a column a turn.
+    """Draw up to `count` episodes, and from each a turn with a thought, which is a column.
 
-    `place` is what the seed is derived from.
+    place: what the seed is derived from.
     """
     spoken = [[turn for turn in turns if turn.reasoning] for turns in episodes]
     able = [i for i, turns in enumerate(spoken) if turns]
@@ -65,7 +64,7 @@ def trajectory_pairs(episodes: Sequence[Sequence[ReasonedTurn]], count: int, *pl
 
 
 def _merged(turns: list[ReasonedTurn], *, once_a_group: bool) -> Pairs:
-    """Equal prompts become one column, which counts for each group (or each turn) that showed it."""
+    """Merge equal prompts into one column; its weight is the number of groups (or turns) with this prompt."""
     columns: dict[tuple[int, ...], set[int]] = {}
     for i, turn in enumerate(turns):
         columns.setdefault(tuple(turn.prompt), set()).add(turn.group if once_a_group else i)
@@ -90,11 +89,12 @@ def cross_scores(
     token_budget: int = 16384,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """scores_RN on the CPU: the log-prob of each reasoning after each prompt, summed over its tokens.
+    """Return scores_RN on the CPU: the log-prob of each reasoning after each prompt, summed over its tokens.
 
-    `token_budget` bounds the padded tokens of one forward pass; beside them stands one layer's copy of the prefix for
-    each row. A model that does not compute with a shared prefix what it computes without reads every pair as a whole
-    instead, with a warning.
+    A model that computes something else with a shared prefix reads every pair as a whole, with a warning.
+
+    Args:
+        token_budget: padded tokens of a forward pass, without one layer's copy of the prefix for each row.
     """
     assert all(prompts) and all(reasonings), "every prompt and every reasoning needs a token"
     scores_RN = torch.zeros(len(reasonings), len(prompts))

@@ -1,4 +1,4 @@
-"""What happened in these episodes?  One aggregation of them, for phase 3 and for the evaluator."""
+"""What happened in these episodes?  Their figures, for phase 3 and for the evaluator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.types import Record, Trajectory
 
 
 class Summary(NamedTuple):
-    """What the figures need of an episode, small enough to send to every process."""
+    """The fields of an episode that the figures need, small enough to send to every process."""
 
     env: str
     level_key: str
@@ -44,6 +44,7 @@ class Summary(NamedTuple):
 
     @classmethod
     def of(cls, t: Trajectory) -> Summary:
+        """Summarise an episode of a rollout."""
         same = {name: getattr(t, name) for name in cls._fields if name not in ("actions", "logprob")}
         same |= {name: bool(same[name]) for name in ("success", "terminated", "truncated", "crashed")}
         same["level_key"] = t.level_key or f"never begun: {t.level_seed}"
@@ -51,17 +52,16 @@ class Summary(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Record) -> Summary:
-        """Of an episode as the evaluator keeps it, or of a scripted policy's; 0 or False for what is not kept there."""
+        """Summarise a row of the evaluator or of a scripted policy; a field that it lacks is 0 or False."""
         kept = {name: record.get(name, 0) for name in cls._fields}
         kept |= {"success": bool(record["success"]), "crashed": bool(kept["crashed"]), "level_key": record["level"]}
         return cls(**kept | {"reward": record["return"], "actions": 0})
 
 
 def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
-    """Figures of episodes, by the second part of their names; how they were lost is in `failure_shares`.
+    """Return figures of episodes, by the last part of their names.
 
-    Turns are a share of all turns, whoever played them; tokens of all turns; the rest is a mean over episodes, and
-    `crashed` and `tokens` are counts.
+    `crashed` and `tokens` are counts. Figures of turns and tokens are means over all of them, the rest over episodes.
     """
     count, turns = len(episodes), max(1, sum(e.turns for e in episodes))
     tokens, actions = sum(e.tokens for e in episodes), sum(e.actions for e in episodes)
@@ -85,7 +85,7 @@ def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
 
 
 def failure_shares(episodes: Sequence[Summary]) -> dict[str, float]:
-    """How the episodes of one environment were lost, as shares; not where its word for it is another figure's name."""
+    """Return the share of each kind of failure in an environment, unless the kind has the name of another figure."""
     taken = {"", "success", "low", "high", "reward", "invalid_turns", "turns", "crashed", "levels"}
     taken |= {"in_group_std", "kept_groups"}
     names = sorted({e.failure for e in episodes} - taken)
@@ -93,7 +93,7 @@ def failure_shares(episodes: Sequence[Summary]) -> dict[str, float]:
 
 
 def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) -> dict[str, float]:
-    """The figures of one rollout, given the std of each group's rewards and the groups that are trained on."""
+    """Return the figures of a rollout. std: of each group's rewards. kept: numbers of the trained groups."""
     trajectories = [t for group in groups for t in group]
     episodes = [Summary.of(t) for t in trajectories]
     alive = [[t.reward for t in group if not t.crashed] for group in groups]
@@ -129,7 +129,7 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
 
 
 def describe_evaluation(name: str, by_env: dict[str, list[Summary]]) -> dict[str, float]:
-    """The figures of an evaluation, `evaluation` or `final`, with Wilson 95 % intervals of each success."""
+    """Return the figures of an evaluation, with Wilson 95 % intervals of each success. name: evaluation or final."""
     row: dict[str, float] = {}
     for env, episodes in by_env.items():
         figures = aggregate(episodes)
@@ -152,11 +152,14 @@ def describe_evaluation(name: str, by_env: dict[str, list[Summary]]) -> dict[str
 
 
 def reward_table(cfg: StarPORun, played: Sequence[EnvSection], episodes: int = 16) -> str:
-    """The least and the most that an episode of each environment earned, as text for the start of a run.
+    """Return a table of the smallest and largest reward of an episode of each environment, for the start of a run.
 
-    played: the environment of each group of a step. An environment does not state its rewards, so its expert and its
-    scripted policies each play `episodes` training levels under the run's limits, one action a turn. A
-    policy may earn less or more, and format penalties come on top.
+    The expert and the scripted policies each play training levels under the run's limits, one action a turn. A model
+    may earn less or more, and format penalties are added.
+
+    Args:
+        played: the environment of each group of a step.
+        episodes: of each player.
     """
     rows, widths = [], []
     for env in cfg.envs:
@@ -168,15 +171,15 @@ def reward_table(cfg: StarPORun, played: Sequence[EnvSection], episodes: int = 1
     lines.insert(0, "groups of the first step, and what an episode earns when scripted policies play it")
     if cfg.algorithm.keeps_scale and len(widths) > 1 and max(widths) > 2 * min(widths):
         lines.append(
-            f"WARNING: with `algorithm.advantage: {cfg.algorithm.advantage}` as this run sets it, advantages are as"
-            " large as rewards, so the environment with the widest range outweighs the others. Give them one scale"
+            f"WARNING: with `algorithm.advantage: {cfg.algorithm.advantage}` as set here, advantages are as large as"
+            " rewards, so the environment with the widest range outweighs the others. Give them one scale"
             " (sokoban: options: {reward: sparse}), or divide by a deviation (advantage: grpo, advantage_std: true)."
         )
     return "\n".join(lines)
 
 
 def scripted_returns(section: EnvSection, limits: ProtocolSection, episodes: int) -> list[float]:
-    """The reward of each episode of the environment's expert and its scripted policies, as far as none raises."""
+    """Return the reward of each episode of the expert and the scripted policies, without episodes that raise."""
     earned: list[float] = []
     # an environment may raise anything, and a run goes on without this table
     with contextlib.suppress(*RAISED), keep_process_state(section.title):
@@ -192,7 +195,7 @@ def scripted_returns(section: EnvSection, limits: ProtocolSection, episodes: int
 
 
 def answers_of(trajectory: Trajectory) -> Iterator[list[int]]:
-    """The sampled tokens of each turn."""
+    """Yield the sampled tokens of each turn."""
     ids, start = trajectory.sampled_ids, 0
     for count in trajectory.turn_tokens:
         yield ids[start : start + count]
@@ -200,7 +203,7 @@ def answers_of(trajectory: Trajectory) -> Iterator[list[int]]:
 
 
 def costs(row: dict[str, float], tokens: int, rollout: float, update: float, device: torch.device) -> dict[str, float]:
-    """tokens: sampled in all steps so far. rollout, update: their seconds in the step that `row` is about."""
+    """Return the costs of a step. tokens: sampled in all steps so far. rollout, update: seconds in this step."""
     return {
         "tokens": tokens,
         "seconds/rollout": rollout,
@@ -211,7 +214,7 @@ def costs(row: dict[str, float], tokens: int, rollout: float, update: float, dev
 
 
 def memory(device: torch.device) -> float:
-    """GiB: the most that this process has held, on the GPU where it is on one."""
+    """Return the peak memory of this process in GiB, of the GPU if it uses one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

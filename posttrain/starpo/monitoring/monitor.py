@@ -1,4 +1,4 @@
-"""Where do the figures of a run go?  Into metrics.jsonl, the dashboards and the progress bar, past the alarms."""
+"""Where do the figures of a run go?  Into metrics.jsonl, the dashboards, the progress bar and the alarms."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from posttrain.starpo.learner import Learner
 from posttrain.starpo.monitoring import transcripts, watch
 from posttrain.starpo.monitoring.alarms import Alarm
 from posttrain.starpo.monitoring.collapse import work
-from posttrain.starpo.monitoring.token_figures import Turn, token_figures
+from posttrain.starpo.monitoring.token_figures import TokenFigures, token_figures
 from posttrain.starpo.run_state import RunState
 from posttrain.types import Trajectory
 
-EVIDENCE = 0.05  # the largest chance with which a policy that is no better may become the best
+EVIDENCE = 0.05  # the largest probability that a policy which is not better becomes the best
 
 
 class Monitor:
-    """`settings` is the config as the user gave it. exact: whether sampler and trainer round alike."""
+    """The output of a run: files, dashboards, progress bar, alarms.
+
+    settings: the config as the user wrote it. exact: whether sampler and trainer round alike.
+    """
 
     def __init__(self, cfg: StarPORun, settings: dict[str, Any], state: RunState, exact: bool, resume: bool) -> None:
         self.cfg, self.raised, out = cfg, list[Alarm](), Path(cfg.output_dir)  # raised: the alarms of this step
@@ -39,6 +42,7 @@ class Monitor:
         self.watch = watch.Watch(cfg, self.say, exact)
 
     def report(self, state: RunState, step: int, row: dict[str, float]) -> None:
+        """Write a row of figures, and raise its alarms."""
         if "rollout/kept_groups" in row:
             state.work += work(self.cfg, row)
         self.metrics.write(row, step)
@@ -53,32 +57,32 @@ class Monitor:
 
     def tokens(
         self, learner: Learner, chat: Chat, groups: list[list[Trajectory]], step: int, experience: Experience | None
-    ) -> list[list[Turn]]:
-        """Figures of the tokens of the episodes that `record` will write, before the update; of all processes."""
-        return token_figures(learner, chat, transcripts.chosen(self.cfg, groups, step), experience)
+    ) -> list[list[TokenFigures]]:
+        """Return the token figures of the episodes that `record` writes. Call before the update, on every process."""
+        return token_figures(learner, chat, transcripts.written_episodes(self.cfg, groups, step), experience)
 
     def record(
-        self, groups: list[list[Trajectory]], state: RunState, step: int, tokens: list[list[Turn]] | None = None
+        self, groups: list[list[Trajectory]], state: RunState, step: int, tokens: list[list[TokenFigures]] | None = None
     ) -> None:
-        """Transcripts and pictures, where due."""
-        transcripts.record(self.cfg, groups, step, state, self.boards, self.say, tokens)
+        """Write transcripts and pictures, where due."""
+        transcripts.record_step(self.cfg, groups, step, state, self.boards, self.say, tokens)
 
     def show_validation(self, played: list[Trajectory], step: int) -> None:
-        """Episodes of validation levels, for the dashboards."""
+        """Show episodes of validation levels on the dashboards."""
         transcripts.show_validation(self.cfg, played, step, self.boards, self.say)
 
     def compare_with_best(
         self, state: RunState, step: int, won: dict[str, list[bool]]
     ) -> tuple[bool, dict[str, float]]:
-        """Whether this policy wins more validation levels than the best one so far, and by how many, as figures.
+        """Return whether this policy wins more validation levels than the best so far, and figures of the difference.
 
-        It does where equal policies would gain as much with a chance of at most EVIDENCE: in the last evaluation, and
-        in all of those before it together.
+        An equal policy may become the best with a probability of at most EVIDENCE in the last evaluation, and of at
+        most EVIDENCE in all evaluations before it together.
         """
         if not state.best_won:
             return True, {}
         gain, error = paired_difference(state.best_won, won)
-        chance = chance_of_gain(*([one for name in won for one in found[name]] for found in (state.best_won, won)))
+        chance = chance_of_gain(*([one for name in won for one in wins[name]] for wins in (state.best_won, won)))
         before_the_last = math.ceil(self.cfg.trainer.max_steps / self.cfg.evaluation.every) - 1
         last = state.stopped_early or step == self.cfg.trainer.max_steps
         allowed = EVIDENCE if last else EVIDENCE / max(1, before_the_last)
@@ -86,20 +90,19 @@ class Monitor:
         success = sum(sum(levels) / len(levels) for levels in won.values()) / len(won)
         self.say(
             f"step {step}: {success:.1%} of validation levels won, {100 * gain:+.1f} points against step"
-            f" {state.best_step} on the same levels. Equal policies gain as much with a chance of {chance:.2g}, and"
-            f" {allowed:.2g} is evidence: "
-            + ("the new best." if better else f"step {state.best_step} remains the best.")
+            f" {state.best_step} on the same levels. Equal policies gain as much with probability {chance:.2g}; the"
+            f" limit is {allowed:.2g}: " + ("the new best." if better else f"step {state.best_step} remains the best.")
         )
         return better, {"evaluation/over_best": gain, "evaluation/over_best_error": error}
 
     def stop_early(self, state: RunState, success: float) -> None:
-        """Let the run end where an alarm of this step says so, or nothing is left to learn. success: of its rollout."""
+        """Stop the run if an alarm of this step asks for it or every level is won. success: of this step's rollout."""
         severe = any(alarm.severity == "stop" for alarm in self.raised)
         if severe and (self.cfg.diagnostics.early_stop or state.empty_steps >= self.cfg.algorithm.max_empty_steps):
             self.say(f"step {state.step}: stopped early, the alarm above says why.")
             state.stopped_early = True
         elif watch.solved(self.cfg, state, success):
-            self.say(f"step {state.step}: stopped early, every level is won and nothing is left to learn from.")
+            self.say(f"step {state.step}: stopped early, every level is won.")
             state.stopped_early = True
 
     def close(self) -> None:

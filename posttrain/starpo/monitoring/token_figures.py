@@ -1,7 +1,6 @@
-"""What was each token of a recorded episode to the update?  Its text, log-prob, entropy, advantage, and its loss mask.
+"""What does the update see of each token of a recorded episode?  Text, log-prob, entropy, advantage, loss mask.
 
-For people to read beside an episode. One pass without gradient over the few episodes that are recorded; nothing that
-is computed for the update changes.
+For people to read. One pass without gradient over the few recorded episodes; the update does not change.
 """
 
 from __future__ import annotations
@@ -15,29 +14,31 @@ from posttrain.starpo.experience import Batch, Experience
 from posttrain.starpo.learner import Learner
 from posttrain.types import Trajectory
 
-Turn = dict[str, list[Any]]  # {"text": ["<think>", "to"], "logprob": [None, -0.1], "entropy": ..., "advantage": ...}
+TokenFigures = dict[
+    str, list[Any]
+]  # {"text": ["<think>", "to"], "logprob": [None, -0.1], "entropy": ..., "advantage": ...}
 
 
 def token_figures(
     learner: Learner, chat: Chat, episodes: Sequence[Trajectory], experience: Experience | None
-) -> list[list[Turn]]:
-    """The turns of each episode, token by token, before the update. Every process has to call it.
+) -> list[list[TokenFigures]]:
+    """Return figures of the tokens of each turn of each episode. Call it before the update, on every process.
 
-    logprob: the sampler's. entropy: of the distribution that the token was drawn from, nats. advantage: null where the
-    episode's group was filtered out. loss: 1 where the token counts in the loss. A forced opening tag was not sampled:
-    it has neither of them.
+    logprob: the sampler's. entropy: of the distribution that the token was drawn from, nats. advantage: None if the
+    episode's group was filtered out. loss: 1 if the token counts in the loss. A forced opening tag is not sampled and
+    has only a text.
     """
     sampled = [t for t in episodes if t.tokens]
     entropies = iter(learner.entropies(Batch.of(sampled)).tolist() if sampled else ())
-    known = {} if experience is None else _advantages(experience)
+    advantages_of = {} if experience is None else _advantages(experience)
     texts: dict[int, str] = {}
-    found = []
+    figures = []
     for t in episodes:
-        advantages, trained = known.get(id(t), ([None] * t.tokens, False))
+        advantages, trained = advantages_of.get(id(t), ([None] * t.tokens, False))
         left, turns = iter(advantages), []
         for segment in t.segments:
             for start, end in zip(segment.turn_starts, segment.turn_ends, strict=True):
-                turn: Turn = {"text": [], "logprob": [], "entropy": [], "advantage": [], "loss": []}
+                turn: TokenFigures = {"text": [], "logprob": [], "entropy": [], "advantage": [], "loss": []}
                 for token, on, logprob in zip(
                     segment.ids[start:end], segment.mask[start:end], segment.logprobs[start:end], strict=True
                 ):
@@ -49,20 +50,20 @@ def token_figures(
                     turn["advantage"].append(next(left) if on else None)
                     turn["loss"].append(int(on and trained))
                 turns.append(turn)
-        found.append(turns)
-    return found
+        figures.append(turns)
+    return figures
 
 
 def _advantages(experience: Experience) -> dict[int, tuple[list[float | None], bool]]:
-    """id of an episode -> (its tokens' advantages, whether they count in the loss)."""
+    """Return id of an episode -> (its tokens' advantages, whether they count in the loss)."""
     values = [_rounded(value) for value in experience.advantages_S.tolist()]
-    found, start = {}, 0
+    advantages, start = {}, 0
     for t, trained in zip(experience.batch.episodes, experience.trains_B.tolist(), strict=True):
-        found[id(t)] = (values[start : start + t.tokens], trained)
+        advantages[id(t)] = (values[start : start + t.tokens], trained)
         start += t.tokens
-    return found
+    return advantages
 
 
 def _rounded(value: float) -> float | None:
-    """Four digits are enough to look at; null for what JSON has no number for, as in metrics.jsonl."""
+    """Round to four digits; None for a number that is not finite, as in metrics.jsonl."""
     return round(value, 4) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What did the model write?  Whole episodes as JSON lines, pictures of them, and a word on what went wrong in them."""
+"""What did the model write?  Whole episodes as JSON lines and pictures, and messages about what went wrong in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.config import StarPORun
 from posttrain.report import frames_of, gif
 from posttrain.rollout import RAISED
 from posttrain.runtime import Dashboards, runlog
-from posttrain.starpo.monitoring.token_figures import Turn
+from posttrain.starpo.monitoring.token_figures import TokenFigures
 from posttrain.starpo.run_state import RunState
 from posttrain.types import Trajectory, one_line
 
@@ -20,22 +20,22 @@ KEPT = (
     "env group level_key level_seed noise_seed success failure crashed truncated invalid_turns actions turn_rewards"
     " turn_penalties messages"
 ).split()
-COUNT = 4  # whole episodes that are written each time; at any step as many whose environment raised
+COUNT = 4  # episodes that are written each time; at any step as many whose environment raised
 
 
-def record(
+def record_step(
     cfg: StarPORun,
     groups: list[list[Trajectory]],
     step: int,
     state: RunState,
     boards: Dashboards,
     say: Callable[[str], None],
-    tokens: list[list[Turn]] | None = None,
+    tokens: list[list[TokenFigures]] | None = None,
 ) -> None:
-    """Transcripts and pictures: of the first group every so many steps, of a group that nobody finished when `due`, of
-    crashes always.
+    """Write the transcripts and pictures of a step.
 
-    tokens: figures of the episodes that are `chosen`.
+    Of the first group every `transcripts.every` steps, of a group without a finished episode when `due`, of crashed
+    episodes always. tokens: figures of the `written_episodes`.
     """
     out = Path(cfg.output_dir)
     crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
@@ -50,10 +50,10 @@ def record(
         state.unfinished_reported = True
         t = unfinished[0][0]
         say(
-            f"step {step}: in {len(unfinished)} of {len(groups)} groups nobody finished, see transcripts; the first:"
-            f" {t.env} (level seed {t.level_seed}). They teach what their rewards tell apart;"
-            " algorithm.mask_truncated_completions leaves them out. Said once: `rollout/truncated_groups` goes on"
-            " counting."
+            f"step {step}: in {len(unfinished)} of {len(groups)} groups no episode was finished, see transcripts; the"
+            f" first: {t.env} (level seed {t.level_seed}). They still train wherever their rewards differ;"
+            " algorithm.mask_truncated_completions leaves them out. `rollout/truncated_groups` counts them; this"
+            " message is not repeated."
         )
     if not runlog.is_main_process():
         return
@@ -69,7 +69,7 @@ def record(
 def show_validation(
     cfg: StarPORun, played: Sequence[Trajectory], step: int, boards: Dashboards, say: Callable[[str], None]
 ) -> None:
-    """The same levels as the model plays them at first and each time it has become better: before and after."""
+    """Show how the model plays the validation levels, on the dashboards."""
     if not boards.each:
         return
     folder, whole = Path(cfg.output_dir) / "episodes", [t for t in played if not t.crashed]
@@ -85,14 +85,14 @@ def _with_picture(rows: list[dict[str, Any]], pictures: list[Path | None]) -> tu
     return [row for row, _ in shown], [picture for _, picture in shown]
 
 
-def chosen(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> list[Trajectory]:
-    """The episodes of a step that are written, in their order; every process chooses the same."""
+def written_episodes(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> list[Trajectory]:
+    """Return the episodes of a step that are written, in their order; the same on every process."""
     to_read, more = _chosen(cfg, groups, step)
     return to_read + more
 
 
 def _chosen(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Those that are shown with pictures, and those that something is wrong with."""
+    """Return the episodes that are shown with pictures, and those that crashed or were not finished."""
     crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
     to_read = groups[0][:COUNT] if step % cfg.transcripts.every == 0 else []
     more = crashed[:COUNT] + [group[0] for group in _unfinished(cfg, groups, step)[:1]]
@@ -100,21 +100,21 @@ def _chosen(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> tuple[
 
 
 def _unfinished(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> list[list[Trajectory]]:
-    """The groups in which nobody came to an end, where due."""
+    """Return the groups without a finished episode, if due."""
     if not due(cfg.transcripts.every, step):
         return []
     return [group for group in groups if all(t.truncated and not t.crashed for t in group)]
 
 
 def due(every: int, step: int) -> bool:
-    """The first step and every so many; never with 0."""
+    """Return whether this is the first step or a multiple of `every`; never with 0."""
     return every > 0 and (step == 1 or step % every == 0)
 
 
 def write_transcripts(
-    path: Path, step: int, trajectories: list[Trajectory], tokens: list[list[Turn]] | None = None
+    path: Path, step: int, trajectories: list[Trajectory], tokens: list[list[TokenFigures]] | None = None
 ) -> list[dict[str, Any]]:
-    """Whole episodes as JSON lines, to be read by people; seeds and actions are enough to play one again."""
+    """Append whole episodes as JSON lines; seeds and actions are enough to play one again."""
     rows = _rows(step, trajectories)
     with path.open("a", encoding="utf-8") as file:
         for number, row in enumerate(rows):
@@ -130,9 +130,9 @@ def _rows(step: int, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]
 def save_picture(
     cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None], split: str = "train"
 ) -> Path | None:
-    """An animated picture of an episode, played again from its seeds and actions.
+    """Write an animated picture of an episode, played again from its seeds and actions; return its path.
 
-    None where its environment has no pictures, or raises.
+    None if its environment has no pictures or raises.
     """
     section = next(env for env in cfg.envs if env.title == t.env)
     try:

@@ -10,7 +10,7 @@ from posttrain.starpo.learner import CRITIC, POLICY, Forward, Learner, ValueLoss
 
 
 class UpdateFigures:
-    """Call `policy` and `critic` for each micro-batch, `step` for each optimizer step, `row` at the end."""
+    """Figures of an update: call `policy` and `critic` for a micro-batch, `step` for an optimizer step, then `row`."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
@@ -29,7 +29,7 @@ class UpdateFigures:
         if self.steps == 0:
             self.sampler_gap += (new_S - sampler_S).abs().sum().item()
             self.compared += len(new_S)
-        found = {
+        sums = {
             "tokens": float(len(new_S)),
             "policy/loss": result.policy_S.sum().item(),
             "policy/entropy": tokens.entropy_S.sum().item(),
@@ -39,28 +39,28 @@ class UpdateFigures:
             "policy/importance_weight": tokens.importance_weights_S.sum().item(),
         }
         if tokens.reference_S is not None:
-            found["policy/kl_to_reference"] = losses.kl(new_S, tokens.reference_S).sum().item()
-        self._add(found)
+            sums["policy/kl_to_reference"] = losses.kl(new_S, tokens.reference_S).sum().item()
+        self._add(sums)
 
     @torch.no_grad()
     def critic(self, forward: Forward, value: ValueLoss | None) -> None:
-        """Add a micro-batch; value: of the critic, None where there is none."""
+        """Add a micro-batch; value: of the critic, None for no critic."""
         if value is None or not forward.weight:
             return
-        found = {
+        sums = {
             "critic/loss": value.loss_S.sum().item(),
             "critic/value": value.values_S.sum().item(),
             "critic/clip_fraction": value.clipped_S.sum().item(),
             "critic/error": (value.values_S.float() - value.returns_S).abs().sum().item(),
         }
-        self._add(found)
+        self._add(sums)
 
     def distillation(self, kl: float, tokens: int) -> None:
-        """kl: the sum over this process's tokens. tokens: of all processes."""
+        """Add a distillation loss. kl: the sum over this process's tokens. tokens: of all processes."""
         self.distilled, self.distilled_tokens = self.distilled + kl, self.distilled_tokens + tokens
 
     def step(self, norms: list[float], stepped: bool) -> None:
-        """norms: of the gradients of policy and critic before clipping."""
+        """Add an optimizer step. norms: of the gradients of policy and critic before clipping."""
         self.steps += 1
         if stepped:
             self.norms = [a + b for a, b in zip(self.norms, norms, strict=True)]
@@ -68,7 +68,7 @@ class UpdateFigures:
             self.skipped += 1
 
     def row(self, learner: Learner) -> dict[str, float]:
-        """Means over the trained tokens of all processes; norms are means over optimizer steps."""
+        """Return means over the trained tokens of all processes; norms are means over optimizer steps."""
         keys = sorted({key for keys in parallel.gather([list(self.sums)]) for key in keys})
         sums = {key: parallel.total(self.sums.get(key, 0.0), learner.device) for key in keys}
         gap, compared = (parallel.total(value, learner.device) for value in (self.sampler_gap, self.compared))
@@ -86,13 +86,13 @@ class UpdateFigures:
             row["critic/grad_norm"] = self.norms[CRITIC] / stepped
         return row
 
-    def _add(self, found: dict[str, float]) -> None:
-        for key, value in found.items():
+    def _add(self, sums: dict[str, float]) -> None:
+        for key, value in sums.items():
             self.sums[key] = self.sums.get(key, 0.0) + value
 
 
 def advantage_figures(advantages_S: torch.Tensor, trained_S: torch.Tensor) -> dict[str, float]:
-    """Of the tokens that are trained on; trained_S says which."""
+    """Return figures of the advantages of the trained tokens. trained_S: which tokens are trained on."""
     own_S = advantages_S[trained_S]
     return {
         "advantage/mean": own_S.mean().item(),

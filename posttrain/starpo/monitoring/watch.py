@@ -1,4 +1,4 @@
-"""Is the run well, and what is done where it is not?  Alarms on every reported row, early stops."""
+"""When is an alarm raised, and when does a run stop early?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.starpo.run_state import RunState
 
 
 class Watch:
-    """Reads every row that is reported; `say` tells people. Its memory is plain data for the checkpoint."""
+    """Raises the alarms of every reported row with `say`; its memory is plain data for the checkpoint."""
 
     def __init__(self, cfg: StarPORun, say: Callable[[str], None], exact: bool) -> None:
         self.cfg, self.say = cfg, say
@@ -26,13 +26,13 @@ class Watch:
         self.limits: dict[str, float] = {"empty_steps": cfg.algorithm.max_empty_steps}
         if not exact:
             self.limits["sampler_gap"] = HALF_PRECISION_GAP
-        if cfg.rollout.max_staleness:  # there the gap is what the policy has learned since
+        if cfg.rollout.max_staleness:  # the policy has learned since it sampled
             self.limits["sampler_gap"] = math.inf
-        if cfg.algorithm.loss_type != "ppo_clip":  # there tokens are clipped by design
+        if cfg.algorithm.loss_type != "ppo_clip":  # the other losses clip tokens by design
             self.limits["clip_fraction"] = math.inf
 
     def see(self, state: RunState, step: int, row: dict[str, float]) -> list[alarms.Alarm]:
-        """The alarms that this row sets off, told to people; `state.alarms` moves on."""
+        """Return the alarms that this row raises, after showing them; update `state.alarms`."""
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
         raised, state.alarms = alarms.watch(state.alarms, step, numbers, self.sizes, self.limits, self.cfg)
         for alarm in raised:
@@ -41,5 +41,5 @@ class Watch:
 
 
 def solved(cfg: StarPORun, state: RunState, success: float) -> bool:
-    """No group has passed the filter for long because all is won."""
+    """Return whether no group passes the filter because every level is won."""
     return success >= LIMITS["solved"] and state.empty_steps >= cfg.algorithm.max_empty_steps
