@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import test_learner
 import torch
 import updates
 from torch.distributed.tensor import DTensor
@@ -25,6 +24,9 @@ from posttrain.starpo import run_state
 from posttrain.starpo.distillation import Answered, Distillation
 from posttrain.starpo.learner import Learner
 from posttrain.starpo.run import make_learner
+
+sys.path.append(str(Path(__file__).parent / "starpo"))
+import test_learner  # noqa: E402
 
 STEPS = 5
 

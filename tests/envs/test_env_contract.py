@@ -542,7 +542,7 @@ HARMED = {  # how an answer is read -> what the check says
     "setattr(self, 'left', 0)": "it succeeded",
 }
 CARELESS = """
-from tests.test_env_contract import Say
+from test_env_contract import Say
 
 class Careless(Say):
     name = "careless"

@@ -25,7 +25,7 @@ from posttrain.config.starpo import StarPORun
 
 SCHEMAS: dict[str, Any] = {
     "train_phase1_sft.py": SFTRun,
-    "posttrain.evaluation.pairs": PairsRun,
+    "pairs": PairsRun,
     "train_phase2_dpo.py": DPORun,
     "train_phase3_starpo.py": StarPORun,
     "evaluate_model.py": EvaluateRun,
@@ -105,7 +105,7 @@ def test_what_is_finished_is_left_and_what_was_begun_goes_on(tmp_path: Path):
     (tmp_path / "runs/smollm2/pairs/answers.jsonl").touch()
     left = commands(tmp_path, "MODEL=some/model")
     assert [word for command in left for word in command if word in SCHEMAS] == [
-        "posttrain.evaluation.pairs",
+        "pairs",
         "train_phase2_dpo.py",
         "train_phase3_starpo.py",
         "train_phase2_dpo.py",

@@ -612,7 +612,7 @@ def test_an_environment_that_always_raises_ends_the_run_before_anything_is_train
         raise error
 
     monkeypatch.setattr("envs.frozen_lake.FrozenLake.step", broken)
-    words = rf"frozen_lake has crashed in every episode .*{type(error).__name__}: .*envs\.check frozen_lake"
+    words = rf"frozen_lake has crashed in every episode .*{type(error).__name__}: .*env check frozen_lake"
     with pytest.raises(UserError, match=words):
         train(settings(tmp_path / "run.yaml", player))
     assert not (tmp_path / "run" / "final").exists() and rows(tmp_path / "run") == []
@@ -664,7 +664,7 @@ def test_one_environment_of_two_that_always_raises_is_named(player: Path, tmp_pa
     well, ill = dataclasses.replace(never, actions=["Up"]), trajectory(0.0, crashed="OSError: no")
     for boxes in ((ill, ill), (well, ill), (ill, never), (never, never)):  # the last says nothing of the environment
         refuse_crashes(cfg, state, [group("frozen_lake", well, ill), group("boxes", *boxes)])
-    with pytest.raises(UserError, match=r"boxes has crashed in every episode of 2 steps.*envs\.check sokoban"):
+    with pytest.raises(UserError, match=r"boxes has crashed in every episode of 2 steps.*env check sokoban"):
         refuse_crashes(cfg, state, [group("frozen_lake", well, ill), group("boxes", ill, ill)])
     assert state.crashed_steps == {}, "a resumed run counts anew"
 
@@ -791,7 +791,7 @@ def test_an_environment_that_never_begins_is_refused_in_words(
         raise OSError("no water")
 
     monkeypatch.setattr(FrozenLake, "reset", broken)
-    with pytest.raises(UserError, match=r"envs\.0 \(frozen_lake\): it raised OSError: no water.*envs\.check"):
+    with pytest.raises(UserError, match=r"envs\.0 \(frozen_lake\): it raised OSError: no water.*env check"):
         train(settings(tmp_path / "run.yaml", player))
 
 
