@@ -26,7 +26,7 @@ from posttrain.starpo.learner import Learner
 from posttrain.starpo.run import make_learner
 
 sys.path.append(str(Path(__file__).parent / "starpo"))
-import test_learner  # noqa: E402
+import test_learner
 
 STEPS = 5
 

@@ -351,7 +351,7 @@ def test_what_several_processes_cannot_do_is_not_planned_for_them() -> None:
     cfg = config(rollout={"engine": "vllm"}, trainer={"bf16": True})
     one, eight = (report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=each)) for each in (1, 8))
     assert one.seconds is not None and not one.problem
-    assert eight.seconds is None and "runs in one process alone" in eight.problem
+    assert eight.seconds is None and "runs in a single process" in eight.problem
     assert "cannot run" in report.table([eight], cfg)
     cfg = config(rollout={"engine": "vllm_server", "servers": ["http://a:1"]}, trainer={"bf16": True})
     eight = report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=8))

@@ -289,7 +289,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
 
     def evaluate(*_):
         clock[0] += 100
-        return {"evaluation/success": 0.1 * len(race.curve)}
+        return SimpleNamespace(metrics={"evaluation/success": 0.1 * len(race.curve)})
 
     monkeypatch.setattr(target._measure, "grpo_trainer", trainer)
     monkeypatch.setattr(target.phase3, "score_and_filter", scored)
