@@ -20,6 +20,10 @@ import platform
 from argparse import ArgumentParser
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
+# A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
+from posttrain import evaluation, models, plan, report, rollout, runtime
 from posttrain.config import EvaluateRun, load, run
 from posttrain.evaluation import (
     ROWS,
@@ -39,7 +43,7 @@ from posttrain.evaluation import (
 )
 from posttrain.files import write_whole
 from posttrain.runtime import runlog
-from posttrain.types import Record, UserError
+from posttrain.types import HUB_NAME, Record, UserError
 
 RESULTS = "results.json"
 PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium", "gym-sokoban", "math-verify", "numpy")
@@ -52,14 +56,8 @@ def main() -> None:
     if runlog.is_main_process():
         check(cfg, overwrite=args.overwrite, resume=args.resume)
 
-    import torch
-
-    from posttrain import report
-    from posttrain.evaluation import goals
-    from posttrain.models import commit
-    from posttrain.runtime import checkpoint, parallel
-
-    parallel.join(torch.device("cpu"))  # ranks hand rows to each other, never tensors
+    checkpoint, parallel = runtime.checkpoint, runtime.parallel
+    parallel.join(runtime.hardware.resolve_device("cpu"))  # ranks hand rows to each other, never tensors
     tasks = build_tasks(cfg)
     headlines = headline_levels(cfg, tasks).items() if runlog.is_main_process() else ()
     baselines = {env: play_baselines(cfg, task) for env, task in headlines}
@@ -81,7 +79,7 @@ def main() -> None:
             "differences": compare(cfg, rows),
             "baselines": baselines,
             "digests": {name: store.fingerprint(name) for name in measured if name in cfg.local},
-            "commit": commit(),
+            "commit": models.commit(),
             "versions": versions(),
             "config": cfg.model_dump(mode="json"),
             "seeds": {
@@ -94,7 +92,7 @@ def main() -> None:
         if cfg.endpoints:
             results["endpoints"] = costs(cfg, tasks)
         if cfg.goals:
-            results["goals"] = goals(results)
+            results["goals"] = evaluation.goals(results)
         if kept := benchmarks(out / RESULTS, results["digests"]):
             results["benchmarks"] = kept
         with checkpoint.full_disk_in_words(out):
@@ -129,15 +127,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
 
     What passes is locked: no other process may write to output_dir until this one ends.
     """
-    from safetensors import SafetensorError, safe_open
-
-    from posttrain import models
-    from posttrain.evaluation import api_key
-    from posttrain.models import model_files
-    from posttrain.plan import check_hub, try_output_layer
-    from posttrain.rollout import open_env
-    from posttrain.runtime import checkpoint, hardware
-
+    checkpoint = runtime.checkpoint
     problems = []
     out = Path(cfg.output_dir)
     if out.is_dir():
@@ -157,24 +147,24 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     if not any(getattr(cfg.suites, suite) for suite in type(cfg.suites).model_fields):
         problems.append("suites: nothing is asked; give at least one of math, repetition, recall, preferences, envs.")
     try:
-        device = hardware.resolve_device(cfg.device)
+        device = runtime.hardware.resolve_device(cfg.device)
         if cfg.suites.preferences and device.type == "cuda":
-            try_output_layer(device)
+            plan.try_output_layer(device)
     except UserError as problem:
         problems.append(str(problem))
     hub_is_there = True
     try:
-        check_hub([section(cfg, name) for name in cfg.local], hub_sets(cfg.suites))
+        plan.check_hub([section(cfg, name) for name in cfg.local], hub_sets(cfg.suites))
     except UserError as problem:
         hub_is_there = False
         problems.append(str(problem))
     for name, served in cfg.endpoints.items():
         try:
-            api_key(served)
+            evaluation.api_key(served)
         except UserError as problem:
             problems.append(f"checkpoints.{name}: {problem}")
     for name, path in cfg.local.items():
-        if not hub_is_there and not Path(path).exists() and model_files.HUB_NAME.fullmatch(path):
+        if not hub_is_there and not Path(path).exists() and HUB_NAME.fullmatch(path):
             continue  # said already
         try:
             models.load_chat(section(cfg, name), cfg.chat.template)
@@ -189,7 +179,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
             problems.append(f"checkpoints.{name}: {path} cannot be read or is damaged: {error}.")
     for env in cfg.suites.envs.envs if cfg.suites.envs else []:
         try:
-            open_env(env)
+            rollout.open_env(env)
         except (ValueError, TypeError) as error:
             problems.append(f"suites.envs.envs: {error}")
         except (Exception, SystemExit) as error:  # an environment may raise anything

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+# A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
+from posttrain import models, plan, serving
 from posttrain.config import ChatRun, SamplingSection, hint, load, run
 from posttrain.files import keep_standard_streams
 from posttrain.runtime import runlog
@@ -57,7 +59,7 @@ COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/"
 
 
 def main(argv: list[str] | None = None) -> None:
-    # 1. Read the options. Heavy imports come later, so that --help and mistakes are answered at once.
+    # 1. Read the options.
     cfg, flags = load(ChatRun, "configs/chat.yaml", argv, add_flags, __doc__)
     check(cfg, flags)
     seed = cfg.seed if flags.seed is None else flags.seed
@@ -68,15 +70,12 @@ def main(argv: list[str] | None = None) -> None:
     # 2. Check and load the models.
     runlog.keep_private(Path("runs"))
 
-    from posttrain import models
-    from posttrain.plan import check_run
-
     sections = [cfg.model]
     if flags.beside:
         other = {"name_or_path": flags.beside, "revision": None, "trust_remote_code": False}
         sections.append(cfg.model.model_copy(update=other))
     for section in sections:
-        check_run(cfg.model_copy(update={"model": section}))
+        plan.check_run(cfg.model_copy(update={"model": section}))
     generators = {
         section.name_or_path: Generator(
             *models.load(section, device=cfg.device, chat_template=cfg.chat.template, training=False)
@@ -167,12 +166,10 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
 
 def open_page(flags: argparse.Namespace) -> Callable[[dict[str, Generator], ChatRun], None]:
     """Return a function that shows the page of --web; address and password are checked before models are loaded."""
-    from posttrain.serving import chosen_password, listen, require_gradio, serve_page
-
-    require_gradio()
-    password = chosen_password() if flags.password else None
-    listening = listen(flags.host or "127.0.0.1", 7860 if flags.port is None else flags.port)
-    return lambda generators, cfg: serve_page(generators, cfg, listening, password)
+    serving.require_gradio()
+    password = serving.chosen_password() if flags.password else None
+    listening = serving.listen(flags.host or "127.0.0.1", 7860 if flags.port is None else flags.port)
+    return lambda generators, cfg: serving.serve_page(generators, cfg, listening, password)
 
 
 def unknown_preset(cfg: ChatRun, name: str) -> str:
