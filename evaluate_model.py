@@ -30,10 +30,10 @@ from posttrain.evaluation import (
     Store,
     build_tasks,
     compare,
-    costs,
+    costs_in_words,
+    endpoint_costs,
     headline_levels,
     hub_sets,
-    in_words,
     play_baselines,
     raised,
     run_task,
@@ -90,7 +90,7 @@ def main() -> None:
             },
         }
         if cfg.endpoints:
-            results["endpoints"] = costs(cfg, tasks)
+            results["endpoints"] = endpoint_costs(cfg, tasks)
         if cfg.goals:
             results["goals"] = evaluation.goals(results)
         if kept := benchmarks(out / RESULTS, results["digests"]):
@@ -102,7 +102,7 @@ def main() -> None:
             write_whole(out / RESULTS, [json.dumps(results, indent=1, allow_nan=False), "\n"])
         report.show(results)
         for name, paid in results.get("endpoints", {}).items():
-            print(f"{name}: {in_words(paid)}")
+            print(f"{name}: {costs_in_words(paid)}")
         print(f"Written: {out / RESULTS}, results.md, transcripts.jsonl, plots/")
         if cfg.report:
             print(f"Report: {report.build(out)}")

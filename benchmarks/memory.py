@@ -94,7 +94,7 @@ def planned(file: Path, case: Case) -> int:
     cfg = report.settled(resolve(SFTRun, str(file), []), Fleet(here))
     kind, sizes = PUBLISHED[case.model]
     shape = Shape.of(AutoConfig.for_model(kind, **sizes), cfg.model)
-    return most(rows.memory(shape, cfg, Place(1 << 50, report.HELD, cuda=False), case.rows))
+    return most(rows.rows_memory(shape, cfg, Place(1 << 50, report.HELD, cuda=False), case.rows))
 
 
 def measured(file: Path) -> int:

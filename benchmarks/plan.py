@@ -35,7 +35,7 @@ from posttrain.plan.devices import Device, Fleet
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.plan.parts import Numbers
 from posttrain.plan.shape import Shape
-from posttrain.plan.work import Episodes, Rows
+from posttrain.plan.work import DataRows, Episodes
 
 HERE = Path(__file__).parent
 LABELS = "planned as if every token had a label; a third has none"
@@ -179,11 +179,11 @@ def _phases(device: Device) -> Iterator[Compared]:
             place = episodes.Place(1 << 40, report.HELD, cuda=False)
             (mine,) = row["ours"]
             with patch.dict(rows.COLUMNS, cpu=rows.COLUMNS["cuda"]):
-                peak = plan.most(rows.memory(shape, cfg, place, min(at_once, len(tokens)))) / GIB
+                peak = plan.most(rows.rows_memory(shape, cfg, place, min(at_once, len(tokens)))) / GIB
             name = f"{row['phase']}, {row['vocabulary'] // 1024}k words"
             yield Compared(f"peak, {name}", "GiB", peak, mine["peak"], LABELS)
             if found["machine"] == own:
-                data = Rows(len(tokens), row["tokens"] / len(tokens), row["trained"] / row["tokens"])
+                data = DataRows(len(tokens), row["tokens"] / len(tokens), row["trained"] / row["tokens"])
                 took = seconds.of_rows(shape, cfg, Fleet(device), data, at_once, 1).run
                 yield Compared(f"all of it, {name}", "s", took, mine["seconds"])
 
@@ -303,11 +303,11 @@ def of_run(folder: Path, asked: str) -> Iterator[Compared]:
         return
     logged = [row for row in told if "seconds" in row and "num_tokens" in row][1:]
     before = [row for row in told if "num_tokens" in row][: len(logged)]
-    settings = rows.Settings.of(cfg)
+    settings = rows.RowSettings.of(cfg)
     share = settings.share(fleet.count)
     steps = [now["step"] - then["step"] for now, then in zip(logged, before, strict=True)]
     tokens = [now["num_tokens"] - then["num_tokens"] for now, then in zip(logged, before, strict=True)]
-    data = Rows.of(cfg, fleet.known)._replace(tokens=sum(tokens) / sum(steps) / settings.batch)
+    data = DataRows.of(cfg, fleet.known)._replace(tokens=sum(tokens) / sum(steps) / settings.batch)
     planned = seconds.of_rows(shape, cfg, fleet, data, min(settings.rows, share), 1)
     found = sum(row["seconds"] for row in logged) / sum(steps)
     yield Compared(f"{folder.name}: an optimizer step", "s", planned.iteration, found)

@@ -18,7 +18,7 @@ from envs.sudoku.puzzles import (
     by_singles,
     candidates,
     make_puzzle,
-    place,
+    place_digit,
     puzzle_key,
     shape_of,
     singles,
@@ -158,7 +158,7 @@ class Sudoku(TextEnv):
             twice = "" if right else self._conflicts(cell, value)
             told = "right" if right else f"wrong, {value} is in the {twice}" if twice else "wrong"
             self.mistakes_left -= not right
-            self.last = f"{place(self.shape.size, cell)} {value} {told}"
+            self.last = f"{place_digit(self.shape.size, cell)} {value} {told}"
             if self.dense:
                 gained = right - (before[cell] == self.level.solution[cell])
                 reward = RIGHT * gained + CONFLICT * bool(twice) + SOLVED * self._solved
@@ -212,7 +212,7 @@ class Sudoku(TextEnv):
         lines = [" ".join(cells[k : k + size]) for k in range(0, size * size, size)]
         left = candidates(self.shape, self._known())
         if 0 < len(left) <= self.shown:
-            fits = [f"{place(size, cell)}: {' '.join(map(str, values(mask)))}" for cell, mask in left.items()]
+            fits = [f"{place_digit(size, cell)}: {' '.join(map(str, values(mask)))}" for cell, mask in left.items()]
             lines.append(f"Possible {' ; '.join(fits)}")
         lines += [f"Last {self.last}"] if self.last else []
         return "\n".join([*lines, f"Mistakes left {max(0, self.mistakes_left)}"])
@@ -246,11 +246,11 @@ class Sudoku(TextEnv):
         cell = min(left, key=lambda cell: left[cell].bit_count())
         value = int(self.level.solution[cell])
         others = " and ".join(str(other) for other in values(left[cell]) if other != value)
-        return Single(cell, value, f"{place(size, cell)} is {value}, as {others} leads to no solution")
+        return Single(cell, value, f"{place_digit(size, cell)} is {value}, as {others} leads to no solution")
 
     def expert(self) -> str:
         single = self.next_cell()
-        return f"{place(self.shape.size, single.cell)} {single.value}"
+        return f"{place_digit(self.shape.size, single.cell)} {single.value}"
 
     def thought(self) -> str:
         """Return why the expert's next move is right: `1 2 can only be 2` or `4 fits in its row only at 3 1`."""
@@ -259,7 +259,9 @@ class Sudoku(TextEnv):
     def cues(self) -> dict[str, tuple[str, ...]]:
         """All moves that a `single` proves right."""
         found = {single.cell: single.value for single in singles(self.shape, self._known())}
-        return {"single": tuple(f"{place(self.shape.size, cell)} {value}" for cell, value in sorted(found.items()))}
+        return {
+            "single": tuple(f"{place_digit(self.shape.size, cell)} {value}" for cell, value in sorted(found.items()))
+        }
 
     def players(self) -> dict[str, str]:
         """`random`: any number in an open cell. `fitting`: one that its row, column and box do not have yet."""
@@ -267,7 +269,7 @@ class Sudoku(TextEnv):
         chosen = [list(left)[int(k)] for k in self.policy_rng.integers(len(left), size=2)]
         numbers = [list(range(1, self.shape.size + 1)), values(left[chosen[1]])]
         moves = [
-            f"{place(self.shape.size, cell)} {choices[int(self.policy_rng.integers(len(choices)))]}"
+            f"{place_digit(self.shape.size, cell)} {choices[int(self.policy_rng.integers(len(choices)))]}"
             for cell, choices in zip(chosen, numbers, strict=True)
         ]
         return dict(zip(("random", "fitting"), moves, strict=True))

@@ -149,7 +149,7 @@ def singles(shape: GridShape, grid: str) -> Iterator[Single]:
     for cell, mask in left.items():
         if mask and not mask & (mask - 1):
             value = mask.bit_length()
-            yield Single(cell, value, f"{place(size, cell)} can only be {value}")
+            yield Single(cell, value, f"{place_digit(size, cell)} can only be {value}")
     for number, unit in enumerate(shape.units):
         kind = ("row", "column", "box")[number // size]
         once = twice = 0
@@ -160,10 +160,10 @@ def singles(shape: GridShape, grid: str) -> Iterator[Single]:
         for cell in unit:
             if bit := left.get(cell, 0) & once & ~twice:
                 value = bit.bit_length()
-                yield Single(cell, value, f"{value} fits in its {kind} only at {place(size, cell)}")
+                yield Single(cell, value, f"{value} fits in its {kind} only at {place_digit(size, cell)}")
 
 
-def place(size: int, cell: int) -> str:
+def place_digit(size: int, cell: int) -> str:
     return f"{cell // size + 1} {cell % size + 1}"
 
 

@@ -1,5 +1,5 @@
 from .endpoint import api_key as api_key
-from .endpoints import costs as costs, in_words as in_words
+from .endpoints import costs_in_words as costs_in_words, endpoint_costs as endpoint_costs
 from .figures import compare as compare, summarise as summarise
 from .forgetting import FormerTasks as FormerTasks
 from .quickstart_goals import goals as goals

@@ -60,7 +60,7 @@ def _digest(facts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
+def endpoint_costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
     """Return for each endpoint what was paid for, in processes that were cut short too, and what was left out."""
     from posttrain.evaluation.endpoint import spent
 
@@ -77,7 +77,7 @@ def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
     return found
 
 
-def in_words(paid: Record) -> str:
+def costs_in_words(paid: Record) -> str:
     """Say: 412 replies, 120,000 tokens of prompts and 31,000 of answers, which cost 0.53. Preferences compare ..."""
     words = f"{paid['replies']:,} replies, {paid['prompt_tokens']:,} tokens of prompts and "
     words += f"{paid['completion_tokens']:,} of answers"

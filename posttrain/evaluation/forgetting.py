@@ -10,7 +10,7 @@ from typing import Any
 from envs.math_judge import MathJudge
 from posttrain.config import EvaluateRun, StarPORun
 from posttrain.evaluation.figures import summarise
-from posttrain.evaluation.scoring import NotFinite, score_answers, score_pairs
+from posttrain.evaluation.scoring import ScoresNotFinite, score_answers, score_pairs
 from posttrain.evaluation.tasks import Task, build_tasks
 from posttrain.metrics import paired_difference
 from posttrain.models import Chat
@@ -51,7 +51,7 @@ class FormerTasks:
                 mine = task.only(parallel.mine(len(task.items)))
                 try:
                     own = self._rows(mine, sampler, policy, judge)
-                except NotFinite:  # of which the levels' own log-probs tell
+                except ScoresNotFinite:  # of which the levels' own log-probs tell
                     own = []
                 whole = parallel.gather(own)
                 if len(whole) == len(task.items):

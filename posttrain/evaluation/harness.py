@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         "--run-task-code", action="store_true", help="run Python that a task brings along, or that a model writes"
     )
     given = parser.parse_args(argv)
-    out = check(given)
+    out = check_harness(given)
     runlog.keep_private(out)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"Written: {out / RESULTS} (benchmarks), {out / SAMPLES}/")
 
 
-def check(given: argparse.Namespace) -> Path:
+def check_harness(given: argparse.Namespace) -> Path:
     """The folder for the results; UserError where something is known to be wrong before anything is loaded."""
 
     if importlib.util.find_spec("lm_eval") is None:
@@ -228,7 +228,12 @@ def entry(name: str, found: dict[str, Any], given: argparse.Namespace) -> Record
         metric, _, filtered = key.partition(",")
         if filtered and not metric.endswith("_stderr"):
             error = figures.get(f"{metric}_stderr,{filtered}")
-            measured = {"metric": metric, "filter": filtered, "value": finite(value), "stderr": finite(error)}
+            measured = {
+                "metric": metric,
+                "filter": filtered,
+                "value": finite_or_none(value),
+                "stderr": finite_or_none(error),
+            }
             better = found["higher_is_better"].get(name, {}).get(metric)
             metrics.append(measured | {"higher_is_better": better})
     return {
@@ -290,7 +295,7 @@ def data_set(configs: Sequence[dict[str, Any]], origin: Sequence[Record]) -> dic
     return told | {"hub": all(one["hub"] for one in origin), "rows": None if None in rows else sum(rows)}
 
 
-def finite(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """A figure as JSON has it; None for "N/A", NaN and infinity."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 

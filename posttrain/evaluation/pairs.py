@@ -61,7 +61,7 @@ Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
-class Answer:
+class OwnAnswer:
     """One answer: Answer(prompt=3, number=0, ids=[17, 4], text="It is 4.", finished=True, right=None).
 
     ids: without the stop token. right: None where the prompt has no known answer.
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
         if drawn:
             write_rows(kept, (question._asdict() for question in drawn))
         questions = kept_questions(kept, vocabulary=max(chat.tokenizer.get_vocab().values()) + 1, longest=longest)
-        answers = answered(cfg, model, chat, questions, judge)
+        answers = answer_questions(cfg, model, chat, questions, judge)
     imitated = best_answers(answers)
     if imitated:
         write_rows(out / BEST, (dialogue(questions[answer.prompt], answer) for answer in imitated))
@@ -168,10 +168,10 @@ def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[PromptQ
     return questions
 
 
-def kept_answers(file: Path, questions: Sequence[PromptQuestion], per_prompt: int) -> list[Answer]:
+def kept_answers(file: Path, questions: Sequence[PromptQuestion], per_prompt: int) -> list[OwnAnswer]:
     """The answers of the folder, each to one of these prompts."""
 
-    def wrong(answer: Answer) -> str | None:
+    def wrong(answer: OwnAnswer) -> str | None:
         if not 0 <= answer.prompt < len(questions):
             return f"prompt is {answer.prompt!r:.50}, and {PROMPTS} has 0 to {len(questions) - 1}"
         if not 0 <= answer.number < per_prompt:
@@ -180,7 +180,7 @@ def kept_answers(file: Path, questions: Sequence[PromptQuestion], per_prompt: in
             return f"right should be true or false where its prompt in {PROMPTS} has an answer, and null elsewhere"
         return None
 
-    return _kept(file, Answer, wrong, "Delete this line, and --resume samples its answer again.")
+    return _kept(file, OwnAnswer, wrong, "Delete this line, and --resume samples its answer again.")
 
 
 def _kept(file: Path, kind: type[Kept], wrong: Callable[[Kept], str | None], remedy: str) -> list[Kept]:
@@ -202,9 +202,9 @@ def _kept(file: Path, kind: type[Kept], wrong: Callable[[Kept], str | None], rem
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def answered(
+def answer_questions(
     cfg: PairsRun, model: Any, chat: Chat, questions: Sequence[PromptQuestion], judge: MathJudge
-) -> list[Answer]:
+) -> list[OwnAnswer]:
     """`num_generations` answers to each question: those in the folder, then new ones, written there as they come."""
     from posttrain import plan
     from posttrain.evaluation.scoring import MOST_ROWS
@@ -237,7 +237,7 @@ def answered(
             ids = completion.ids[:-1] if completion.finished else completion.ids
             text, wanted = chat.decode(completion.ids), questions[place[0]].answer
             right = None if wanted is None else judge.correct(text, wanted)
-            answers.append(Answer(*place, ids, text, completion.finished, right))
+            answers.append(OwnAnswer(*place, ids, text, completion.finished, right))
             lines.write(json.dumps(asdict(answers[-1])) + "\n")
             lines.flush()
             judged = [answer.right for answer in answers if answer.right is not None]
@@ -287,9 +287,9 @@ def ask(
 # -- pairs -------------------------------------------------------------------------------------------------------------
 
 
-def chosen(cfg: PairsRun, answers: Sequence[Answer]) -> tuple[list[tuple[Answer, Answer]], Counter[str]]:
+def chosen(cfg: PairsRun, answers: Sequence[OwnAnswer]) -> tuple[list[tuple[OwnAnswer, OwnAnswer]], Counter[str]]:
     """The pairs, better answer first, in the order of the prompts; and why how many prompts gave none."""
-    pairs: list[tuple[Answer, Answer]] = []
+    pairs: list[tuple[OwnAnswer, OwnAnswer]] = []
     reasons: Counter[str] = Counter()
     for _, several in groupby(sorted(answers, key=lambda answer: (answer.prompt, answer.number)), lambda a: a.prompt):
         different = list({text: answer for answer in several if (text := answer.text.strip())}.values())
@@ -300,9 +300,9 @@ def chosen(cfg: PairsRun, answers: Sequence[Answer]) -> tuple[list[tuple[Answer,
     return pairs, reasons
 
 
-def pairs_of(cfg: PairsRun, answers: list[Answer]) -> tuple[list[tuple[Answer, Answer]], str]:
+def pairs_of(cfg: PairsRun, answers: list[OwnAnswer]) -> tuple[list[tuple[OwnAnswer, OwnAnswer]], str]:
     """At most `pairs_per_prompt` pairs of different answers to one prompt, and why there are no more."""
-    found: list[tuple[Answer, Answer]] = []
+    found: list[tuple[OwnAnswer, OwnAnswer]] = []
     while True:
         pair = best(cfg, answers)
         if isinstance(pair, str):
@@ -313,7 +313,7 @@ def pairs_of(cfg: PairsRun, answers: list[Answer]) -> tuple[list[tuple[Answer, A
         answers = [answer for answer in answers if answer not in pair]
 
 
-def best(cfg: PairsRun, answers: Sequence[Answer]) -> tuple[Answer, Answer] | str:
+def best(cfg: PairsRun, answers: Sequence[OwnAnswer]) -> tuple[OwnAnswer, OwnAnswer] | str:
     """The clearest pair of these answers, or why there is none (a key of ADVICE)."""
     if len(answers) < 2:
         if not answers or answers[0].right is None:
@@ -335,19 +335,19 @@ def best(cfg: PairsRun, answers: Sequence[Answer]) -> tuple[Answer, Answer] | st
     return max(alike, key=lambda pair: length_ratio(*pair)) if alike else "answers too unlike in length"
 
 
-def gap(one: Answer, other: Answer) -> float:
+def gap(one: OwnAnswer, other: OwnAnswer) -> float:
     """By how much the other repeats itself more, both cut to the shorter; -1 where the whole texts say otherwise."""
     length = min(len(one.ids), len(other.ids))
     more = seq_rep_n(other.ids[:length]) - seq_rep_n(one.ids[:length])
     return more if one.score > other.score else -1.0
 
 
-def length_ratio(one: Answer, other: Answer) -> float:
+def length_ratio(one: OwnAnswer, other: OwnAnswer) -> float:
     shorter, longer = sorted((len(one.ids), len(other.ids)))
     return shorter / longer if longer else 1.0
 
 
-def row(question: PromptQuestion, better: Answer, worse: Answer) -> dict[str, Any]:
+def row(question: PromptQuestion, better: OwnAnswer, worse: OwnAnswer) -> dict[str, Any]:
     """A row as phase 2 reads it."""
     sides = {"chosen": better, "rejected": worse}
     return (
@@ -357,7 +357,7 @@ def row(question: PromptQuestion, better: Answer, worse: Answer) -> dict[str, An
     )
 
 
-def best_answers(answers: Sequence[Answer]) -> list[Answer]:
+def best_answers(answers: Sequence[OwnAnswer]) -> list[OwnAnswer]:
     """The answer with the highest score of each prompt that has a good one, in the order of the prompts.
 
     Good is a right and finished answer, or, where nobody knows what is right, one with a whole sentence.
@@ -367,12 +367,12 @@ def best_answers(answers: Sequence[Answer]) -> list[Answer]:
     return [max(several, key=lambda answer: answer.score) for _, several in by_prompt]
 
 
-def dialogue(question: PromptQuestion, answer: Answer) -> dict[str, Any]:
+def dialogue(question: PromptQuestion, answer: OwnAnswer) -> dict[str, Any]:
     """A row as phase 1 reads it."""
     return {"messages": [*question.messages, {"role": "assistant", "content": answer.sentences}]}
 
 
-def report(prompts: int, pairs: Sequence[tuple[Answer, Answer]], reasons: Counter[str]) -> str:
+def report(prompts: int, pairs: Sequence[tuple[OwnAnswer, OwnAnswer]], reasons: Counter[str]) -> str:
     """What became of the prompts, and what to change where too little did."""
     by_answer = sum(better.right is not None for better, _ in pairs)
     told = [f"{len(pairs):,} pairs of {prompts:,} prompts: {by_answer:,} right against wrong, "]

@@ -91,7 +91,7 @@ def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded
         suite = cfg.suites.envs
         assert suite is not None
         sampler = open_sampler(model, chat, max_context=suite.max_context)
-        slots = rows_at_once(cfg, model_section, loaded, suite.max_context, suite.max_completion_length)
+        slots = answers_at_once(cfg, model_section, loaded, suite.max_context, suite.max_completion_length)
         found = play_levels(cfg, task, tick, sampler, chat, slots)
     else:
         found = answer(cfg, model_section, loaded, task, tick)
@@ -126,7 +126,7 @@ def ask_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, judge: MathJud
         return rows
 
 
-def rows_at_once(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longest: int, new: int) -> int:
+def answers_at_once(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longest: int, new: int) -> int:
     """How many conversations of `longest` tokens, `new` of them sampled in one go, are sampled at the same time."""
     from posttrain import plan
 
@@ -138,14 +138,14 @@ def rows_at_once(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longes
     return rows
 
 
-class NotFinite(ValueError):
+class ScoresNotFinite(ValueError):
     """A log-prob is NaN or infinite: what was sampled then says nothing about the checkpoint."""
 
 
 def finite(logprobs: Iterable[float]) -> None:
     """NotFinite where one is not."""
     if not all(map(math.isfinite, logprobs)):
-        raise NotFinite("a log-prob is NaN or infinite")
+        raise ScoresNotFinite("a log-prob is NaN or infinite")
 
 
 def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Record]:
@@ -156,7 +156,7 @@ def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, 
     assert model is not None and chat is not None and params is not None
     prompts = [chat.prompt(item["messages"]) for item in task.items]
     longest = max(map(len, prompts)) + params.max_new_tokens
-    batch = rows_at_once(cfg, section, loaded, longest, params.max_new_tokens)
+    batch = answers_at_once(cfg, section, loaded, longest, params.max_new_tokens)
     sampler = open_sampler(model, chat, max_context=longest)
     completions = complete(sampler, prompts, params, task.seeds, batch=batch, done=tick)
     equal_length = cfg.suites.repetition.equal_length if cfg.suites.repetition else 0

@@ -62,7 +62,7 @@ class Store:
     def fingerprint(self, name: str) -> str:
         """A checkpoint's `fingerprint` under this config."""
         if name not in self._fingerprints:
-            self._fingerprints[name] = fingerprint(self.cfg, name)
+            self._fingerprints[name] = store_fingerprint(self.cfg, name)
         return self._fingerprints[name]
 
     def read(self, unit: Unit) -> list[Record] | None:
@@ -95,7 +95,7 @@ class Store:
             self.folder.rmdir()
 
 
-def fingerprint(cfg: EvaluateRun, name: str) -> str:
+def store_fingerprint(cfg: EvaluateRun, name: str) -> str:
     """A digest of a checkpoint's files; of an endpoint nothing is known but its address and the model's name there."""
     if name in cfg.endpoints:
         return f"{cfg.endpoints[name].endpoint} {cfg.endpoints[name].model}"

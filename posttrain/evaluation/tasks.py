@@ -81,9 +81,9 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
     ):
         if suite:
             if suite.source == "embedded":
-                items = generated(most(suite), cfg.seed)
+                items = generated(most_items(suite), cfg.seed)
             else:
-                items = file_rows(suite.source, kind, f"suites.{name}.source", most(suite))
+                items = file_rows(suite.source, kind, f"suites.{name}.source", most_items(suite))
             add(name, "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
     if suites.preferences:
         suite = suites.preferences
@@ -100,7 +100,7 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
         suite = suites.envs
         for env in suite.envs:
             name, tokens = env.title, suite.max_completion_length
-            items = levels(cfg, env, max(suite.episodes, suite.episodes_others or 0))
+            items = first_levels(cfg, env, max(suite.episodes, suite.episodes_others or 0))
             add("envs", name, name, items, suite.episodes, suite.episodes_others, tokens)
     return tasks
 
@@ -112,7 +112,7 @@ def open_questions(n: int, seed: int) -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": prompt}]} for prompt in embedded.open_prompts(n, seed)]
 
 
-def most(suite: SampledSuite) -> int:
+def most_items(suite: SampledSuite) -> int:
     """The most items that a suite asks under any setting."""
     return max(suite.n, suite.n_others or 0)
 
@@ -135,7 +135,7 @@ def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
     return {s.part: s for s in tasks if s.suite == "envs" and s.setting == headline(cfg, "envs")}
 
 
-def levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str, Any]]:
+def first_levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str, Any]]:
     """The seeds of `held_out_levels`; a UserError where the environment does not make the first one."""
     from envs.process_state import keep_process_state
     from posttrain.rollout import open_env
@@ -218,24 +218,24 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
     for source in suite.sources:
         if source == "embedded":
             splits = ("unseen_questions", "unseen_operands")
-            parts += [(source, split, embedded.math_problems(most(suite), cfg.seed, split)) for split in splits]
+            parts += [(source, split, embedded.math_problems(most_items(suite), cfg.seed, split)) for split in splits]
         elif source == "gsm8k":
             rows = hub_rows(source, "math.sources")
             asked = [{"question": row["question"], "answer": final(row["answer"])} for row in rows]
             parts.append((source, source, asked))
         elif source.partition("=")[0] == GSM8K_HELD_OUT:
-            parts.append((GSM8K_HELD_OUT, GSM8K_HELD_OUT, gsm8k_held_out(source, most(suite))))
+            parts.append((GSM8K_HELD_OUT, GSM8K_HELD_OUT, gsm8k_held_out(source, most_items(suite))))
         elif source == "math500":
             rows = hub_rows(source, "math.sources")
             asked = [{"question": row["problem"], "answer": row["answer"]} for row in rows]
             parts.append((source, source, asked))
         else:
-            rows, stem = file_rows(source, "questions", "suites.math.sources", most(suite)), Path(source).stem
+            rows, stem = file_rows(source, "questions", "suites.math.sources", most_items(suite)), Path(source).stem
             unlike = stems.count(stem) == 1 and stem not in ("unseen_questions", "unseen_operands")
             name = stem if unlike else source
             parts.append((name, name, rows))
     return [
-        (source, part, [_as_prompt(row, suite.instruction) for row in rows[: most(suite)]])
+        (source, part, [_as_prompt(row, suite.instruction) for row in rows[: most_items(suite)]])
         for source, part, rows in parts
     ]
 

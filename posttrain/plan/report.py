@@ -19,7 +19,7 @@ from posttrain.plan.episodes import Place
 from posttrain.plan.parts import gib, most
 from posttrain.plan.seconds import Factors, Seconds
 from posttrain.plan.shape import Shape
-from posttrain.plan.work import Episodes, Rows
+from posttrain.plan.work import DataRows, Episodes
 from posttrain.runtime import hardware, launcher
 from posttrain.types import UserError
 
@@ -76,11 +76,11 @@ def show(cfg: Any, asked: str, file: str) -> None:
 
 def _check_facts(asked: str, known: Mapping[str, float], cfg: Any) -> None:
     """UserError for a number that this phase does not have, or not so large."""
-    own, other = (Episodes, Rows) if isinstance(cfg, StarPORun) else (Rows, Episodes)
+    own, other = (Episodes, DataRows) if isinstance(cfg, StarPORun) else (DataRows, Episodes)
     if strange := sorted(known.keys() & set(other._fields) - set(own._fields)):
         words = ", ".join(key for key in devices.OF_WORK if key in own._fields)
         raise UserError(f"--plan {asked}: `{strange[0]}` is no number of this phase, which has {words}.")
-    if own is Rows and known.get("tokens", 0) > (longest := Rows.longest(cfg)):
+    if own is DataRows and known.get("tokens", 0) > (longest := DataRows.longest(cfg)):
         raise UserError(f"--plan {asked}: no row is longer than {longest} tokens: raise data.max_length, too.")
 
 
@@ -151,18 +151,20 @@ def _of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, place: Place) -> Pl
 
 
 def _of_rows(shape: Shape, cfg: Any, fleet: Fleet, place: Place) -> Planned:
-    settings, memory = rows.Settings.of(cfg), float(place.held + place.free)
+    settings, memory = rows.RowSettings.of(cfg), float(place.held + place.free)
     share = settings.share(place.processes)
     own, best = rows.divisors(share, settings.rows)[-1], rows.largest_batch(shape, cfg, place)
-    problem = "" if rows.fits(shape, cfg, place, own) else rows.too_much(shape, cfg, place, fleet.name)
+    problem = "" if rows.fits(shape, cfg, place, own) else rows.rows_too_much(shape, cfg, place, fleet.name)
     taken = own if not problem else best
     if taken is None:
-        return Planned(fleet, place.sharded, rows.memory(shape, cfg, place, 1), memory, "1 does not fit", None, problem)
-    data = Rows.of(cfg, fleet.known)
+        return Planned(
+            fleet, place.sharded, rows.rows_memory(shape, cfg, place, 1), memory, "1 does not fit", None, problem
+        )
+    data = DataRows.of(cfg, fleet.known)
     told = f"{taken} x {share // taken}" + (f", at most {best}" if best is not None and best > taken else "")
     told += f", {share * place.processes} a step" if share * place.processes != settings.batch else ""
     return Planned(
-        fleet, place.sharded, rows.memory(shape, cfg, place, taken), memory, told,
+        fleet, place.sharded, rows.rows_memory(shape, cfg, place, taken), memory, told,
         seconds.of_rows(shape, cfg, fleet, data, taken, place.shards), problem,
     )  # fmt: skip
 
@@ -230,7 +232,7 @@ def _head(shape: Shape, cfg: Any, fleet: Fleet) -> str:
             " groups trained on. No turn ends early: at most so long."
         )
     else:
-        data, settings = Rows.of(cfg, fleet.known), rows.Settings.of(cfg)
+        data, settings = DataRows.of(cfg, fleet.known), rows.RowSettings.of(cfg)
         epochs = f"{settings.epochs:g} epoch{'s' if settings.epochs != 1 else ''}"
         length = f"{settings.max_steps} steps" if settings.max_steps > 0 else epochs
         said = (

@@ -23,7 +23,7 @@ COLUMNS = {"cuda": 32768, "cpu": VOCABULARY_CHUNK["cpu"]}  # of the logits at a 
 OPTIMIZER = "adamw_torch_fused"  # of transformers where none is written
 
 
-class Settings(NamedTuple):
+class RowSettings(NamedTuple):
     """What decides memory and time of a run of phase 1 or 2, whatever stands in TRL's fields.
 
     Settings(pairs=False, rows=16, accumulated=4, longest=2048, evaluated=8, epochs=3, ...)
@@ -41,7 +41,7 @@ class Settings(NamedTuple):
     optim: str
 
     @classmethod
-    def of(cls, cfg: Any) -> Settings:
+    def of(cls, cfg: Any) -> RowSettings:
         trainer = cfg.trainer
         strategy, every = trainer.get("eval_strategy", "no"), trainer.get("eval_steps")
         when = {"no": float("inf"), "epoch": None}
@@ -77,18 +77,18 @@ def divisors(share: int, most: int) -> list[int]:
     return [count for count in range(1, min(share, most) + 1) if share % count == 0]
 
 
-def trained(shape: Shape, model: ModelSection) -> list[tuple[int, int]]:
+def rows_trained(shape: Shape, model: ModelSection) -> list[tuple[int, int]]:
     """Numbers that the optimizer moves, and bytes of each."""
     return [(shape.parameters if model.tuning == "full" else shape.adapter, FLOAT)]
 
 
-def memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Parts]:
+def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Parts]:
     """Bytes by part, at the worst moment of each phase: a micro-batch of so many rows, all as long as they may be.
 
     What is held always is exact, up to the 8 bits of small tensors; the rest is an estimate.
     """
-    settings, numbers = Settings.of(cfg), Numbers.of(cfg, place.shards)
-    counts, token = trained(shape, cfg.model), OfAToken.of(shape, numbers)
+    settings, numbers = RowSettings.of(cfg), Numbers.of(cfg, place.shards)
+    counts, token = rows_trained(shape, cfg.model), OfAToken.of(shape, numbers)
     gradients = sum(count * each for count, each in counts)
     tokens, asked = settings.tokens(rows), settings.tokens(settings.evaluated) if settings.held_out else 0
 
@@ -139,15 +139,15 @@ def memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Parts]:
 def largest_batch(shape: Shape, cfg: Any, place: Place) -> int | None:
     """The most rows of a micro-batch that fit, of those that divide this device's share of the batch; None where not
     even one fits, the margin used up."""
-    share = Settings.of(cfg).share(place.processes)
+    share = RowSettings.of(cfg).share(place.processes)
     budget = place.held + place.free * (1 - MARGIN)
-    found = parts.largest(divisors(share, share), budget, lambda rows: most(memory(shape, cfg, place, rows)))
+    found = parts.largest(divisors(share, share), budget, lambda rows: most(rows_memory(shape, cfg, place, rows)))
     return 1 if found is None and fits(shape, cfg, place, 1) else found
 
 
 def fits(shape: Shape, cfg: Any, place: Place, rows: int) -> bool:
     """Whether a micro-batch fits, the margin used up."""
-    return most(memory(shape, cfg, place, rows)) <= place.held + place.free
+    return most(rows_memory(shape, cfg, place, rows)) <= place.held + place.free
 
 
 def warning(cfg: Any, args: TrainingArguments, place: Place, longest: int) -> str:
@@ -161,13 +161,13 @@ def warning(cfg: Any, args: TrainingArguments, place: Place, longest: int) -> st
     shape, rows = Shape.of(model_files.load_config(cfg.model), cfg.model), args.per_device_train_batch_size
     if fits(shape, cfg, place, rows):
         return ""
-    return f"Planned, not measured, and it may run out of memory. {too_much(shape, cfg, place, 'this device')}"
+    return f"Planned, not measured, and it may run out of memory. {rows_too_much(shape, cfg, place, 'this device')}"
 
 
-def too_much(shape: Shape, cfg: Any, place: Place, where: str) -> str:
+def rows_too_much(shape: Shape, cfg: Any, place: Place, where: str) -> str:
     """The paragraph for a run that does not fit: what takes how much, and what to write instead."""
-    settings, best = Settings.of(cfg), largest_batch(shape, cfg, place)
-    found = memory(shape, cfg, place, settings.rows)
+    settings, best = RowSettings.of(cfg), largest_batch(shape, cfg, place)
+    found = rows_memory(shape, cfg, place, settings.rows)
     full, again = cfg.model.tuning == "full", hardware.trainer_field(cfg, "gradient_checkpointing")
     share = settings.share(place.processes)
     smaller = (

@@ -13,9 +13,9 @@ from posttrain.config import StarPORun, Suite
 from posttrain.plan.devices import OPERATIONS, Fleet
 from posttrain.plan.episodes import Plan, checkpointed
 from posttrain.plan.parts import FLOAT, Numbers, OfAToken
-from posttrain.plan.rows import Settings
+from posttrain.plan.rows import RowSettings
 from posttrain.plan.shape import Shape
-from posttrain.plan.work import CHARACTERS, Episodes, Rows
+from posttrain.plan.work import CHARACTERS, DataRows, Episodes
 
 
 class Factors(NamedTuple):
@@ -129,9 +129,9 @@ def head_flops(shape: Shape, labels: float) -> float:
 # -------------------------------------------------------------------------------------------------------- phases 1, 2
 
 
-def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: Rows, rows: int, shards: int) -> Seconds:
+def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: DataRows, rows: int, shards: int) -> Seconds:
     """Phase 1 or 2 with micro-batches of so many rows; its iteration is an optimizer step."""
-    settings = Settings.of(cfg)
+    settings = RowSettings.of(cfg)
     cost = Cost(shape, Numbers.of(cfg, shards), fleet, in_torch=fleet.device.waits)
     share = settings.share(fleet.count)
     pieces = math.ceil(share / rows)

@@ -37,7 +37,7 @@ TYPICAL = {
 EMBEDDED = {"openmathinstruct": 80, "capybara": 130, "demonstrations": 270, "ultrafeedback": 142, "prompts": 20}
 
 
-class Rows(NamedTuple):
+class DataRows(NamedTuple):
     """The data of phase 1 or 2: Rows(rows=56000, tokens=400, trained=0.6, padding=0.08)
 
     rows: conversations, or pairs, of which both answers are read behind the prompt.
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     padding: float = 0.08  # tokens of padding for each real one, in batches of similar length
 
     @classmethod
-    def of(cls, cfg: Any, known: Mapping[str, float]) -> Rows:
+    def of(cls, cfg: Any, known: Mapping[str, float]) -> DataRows:
         found = [_source(source) for source in cfg.data.sources]
         rows = sum(count for count, _ in found)
         tokens = min(cls.longest(cfg), sum(count * each for count, each in found) / max(1.0, rows))

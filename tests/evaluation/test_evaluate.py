@@ -545,15 +545,15 @@ def test_finished_parts_are_kept_only_where_everything_is_the_same(
     paths[0].write_bytes(paths[0].read_bytes().replace(b'"index": 1', b'"index": 2'))
     assert run() == [("base", "greedy")]
     weights = Path(checkpoints["other"])
-    assert store.fingerprint(cfg, "base") == store.fingerprint(cfg, "base")
+    assert store.store_fingerprint(cfg, "base") == store.store_fingerprint(cfg, "base")
     both = resolved(tmp_path, {"base": checkpoints["base"], "other": str(weights)}, suites=SMALL)
-    assert store.fingerprint(both, "other") != store.fingerprint(both, "base")
+    assert store.store_fingerprint(both, "other") != store.store_fingerprint(both, "base")
     copy_of = tmp_path / "copy"  # without a manifest: by its files
     shutil.copytree(weights, copy_of, ignore=shutil.ignore_patterns("manifest.json"))
     plain = resolved(tmp_path, {"plain": str(copy_of)}, suites=SMALL)
-    before = store.fingerprint(plain, "plain")
+    before = store.store_fingerprint(plain, "plain")
     (copy_of / "config.json").write_text((copy_of / "config.json").read_text() + " ")
-    assert store.fingerprint(plain, "plain") != before
+    assert store.store_fingerprint(plain, "plain") != before
 
 
 def test_an_evaluation_that_dies_is_resumed(
@@ -741,16 +741,16 @@ def test_rows_at_a_time_follow_from_the_memory(
     for free in (32, 64, 128):
         memory = SimpleNamespace(available=free << 20)
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
-        needed[free] = scoring.rows_at_once(cfg, section, loaded, 1024, 64)
+        needed[free] = scoring.answers_at_once(cfg, section, loaded, 1024, 64)
     assert 1 <= needed[32] < needed[64] < needed[128] <= scoring.MOST_ROWS
     loaded.processes = 2
-    assert scoring.rows_at_once(cfg, section, loaded, 1024, 64) == needed[64]
-    assert scoring.rows_at_once(cfg, section, loaded, 64, 8) == scoring.MOST_ROWS
+    assert scoring.answers_at_once(cfg, section, loaded, 1024, 64) == needed[64]
+    assert scoring.answers_at_once(cfg, section, loaded, 64, 8) == scoring.MOST_ROWS
     few = cfg.model_copy(update={"batch_size": 2})
-    assert scoring.rows_at_once(few, section, loaded, 1024, 64) == 2
+    assert scoring.answers_at_once(few, section, loaded, 1024, 64) == 2
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(UserError, match="Not even one conversation of 1024 tokens"):
-        scoring.rows_at_once(cfg, section, loaded, 1024, 64)
+        scoring.answers_at_once(cfg, section, loaded, 1024, 64)
 
 
 # ---------------------------------------------------------------------------------------------------------- the tasks

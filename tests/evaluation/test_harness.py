@@ -323,7 +323,7 @@ def test_mistakes_are_told_in_a_paragraph(final: Path, tmp_path: Path, monkeypat
     given = harness.argparse.Namespace(
         model=str(tmp_path / "run/phase3/final"), fewshot=None, limit=None, batch_size=1, system=None, out=None
     )
-    assert harness.check(given) == (tmp_path / "run").resolve()
+    assert harness.check_harness(given) == (tmp_path / "run").resolve()
 
 
 @needs_harness

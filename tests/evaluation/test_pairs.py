@@ -23,7 +23,7 @@ from posttrain.data.filters import CHECKS
 from posttrain.data.loading import PromptQuestion
 from posttrain.evaluation.pairs import (
     ADVICE,
-    Answer,
+    OwnAnswer,
     best,
     best_answers,
     chosen,
@@ -94,10 +94,12 @@ def run(tmp_path: Path, model: Path) -> Path:
     return settings(tmp_path / "pairs.yaml", model={"name_or_path": str(model)})
 
 
-def answer(text: str, *, finished: bool = True, right: bool | None = None, number: int = 0, prompt: int = 0) -> Answer:
+def answer(
+    text: str, *, finished: bool = True, right: bool | None = None, number: int = 0, prompt: int = 0
+) -> OwnAnswer:
     """A token a word."""
     words = text.split()
-    return Answer(prompt, number, [hash(word) % 10**6 for word in words], text, finished, right)
+    return OwnAnswer(prompt, number, [hash(word) % 10**6 for word in words], text, finished, right)
 
 
 def cfg(**changes: Any) -> PairsRun:

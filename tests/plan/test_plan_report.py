@@ -28,7 +28,7 @@ from posttrain.plan.devices import Device, Fleet
 from posttrain.plan.episodes import Place
 from posttrain.plan.parts import Numbers
 from posttrain.plan.shape import Shape
-from posttrain.plan.work import Episodes, Rows
+from posttrain.plan.work import DataRows, Episodes
 from posttrain.types import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -266,7 +266,7 @@ def test_more_rows_or_longer_ones_take_more_and_more_memory_takes_more_rows(
     place = Place(memory * GIB, cuda=cuda, processes=processes)
 
     def taken(cfg: Any, count: int, place: Place) -> int:
-        return plan.most(rows.memory(shape, cfg, place, count))
+        return plan.most(rows.rows_memory(shape, cfg, place, count))
 
     assert taken(cfg, batch, place) <= min(taken(cfg, 2 * batch, place), taken(longer, batch, place))
     best, more = (rows.largest_batch(shape, cfg, place._replace(free=each * GIB)) for each in (memory, 2 * memory))
@@ -298,9 +298,9 @@ def test_a_faster_device_is_never_slower_and_more_tokens_never_faster(
         return seconds.of_episodes(SHAPE, cfg, fleet, work, chosen, 1).run
 
     assert hours(fast, work) <= hours(slow, work) <= hours(slow, work._replace(new=new + 16))
-    sft, data = run_of(gradient_checkpointing=checkpointing), Rows(10_000, 100 + new)
+    sft, data = run_of(gradient_checkpointing=checkpointing), DataRows(10_000, 100 + new)
 
-    def of_rows(fleet: Fleet, data: Rows) -> float:
+    def of_rows(fleet: Fleet, data: DataRows) -> float:
         return seconds.of_rows(SHAPE, sft, fleet, data, 1, 1).run
 
     assert of_rows(fast, data) <= of_rows(slow, data) <= of_rows(slow, data._replace(tokens=200 + new))
@@ -316,7 +316,10 @@ def test_what_is_sharded_is_divided_and_activations_are_not() -> None:
     assert divided["activations"] == alone["activations"] and divided["gathered weights"] > 0
     sft = run_of()
     place = Place(24 * GIB, processes=8)
-    copied, shards = rows.memory(SHAPE, sft, place, 4), rows.memory(SHAPE, sft, place._replace(sharded=True), 4)
+    copied, shards = (
+        rows.rows_memory(SHAPE, sft, place, 4),
+        rows.rows_memory(SHAPE, sft, place._replace(sharded=True), 4),
+    )
     for name in ("weights", "optimizer"):
         assert shards["always"][name] == pytest.approx(copied["always"][name] / 8, rel=1e-6)
     assert (

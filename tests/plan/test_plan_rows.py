@@ -70,7 +70,7 @@ def test_the_peak_of_a_micro_batch(
         monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 256)
     settings: Any = dict(per_device_train_batch_size=ROWS, bf16=bf16, gradient_checkpointing=checkpointing)
     cfg = run_of(kind, max_length=LONGEST, **settings)
-    found = rows.memory(Shape.of(trainer.model.config, cfg.model), cfg, Place(1 << 40, cuda=False), ROWS)
+    found = rows.rows_memory(Shape.of(trainer.model.config, cfg.model), cfg, Place(1 << 40, cuda=False), ROWS)
     if checkpointing:
         trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer.model = trainer.accelerator.prepare_model(trainer.model)  # autocast, as `train` does

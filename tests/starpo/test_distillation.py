@@ -24,7 +24,7 @@ from posttrain.config.starpo import StarPORun
 from posttrain.data.loading import load_prompts
 from posttrain.evaluation.figures import summarise
 from posttrain.evaluation.forgetting import FormerTasks, as_evaluation
-from posttrain.evaluation.scoring import Loaded, NotFinite, run_task
+from posttrain.evaluation.scoring import Loaded, ScoresNotFinite, run_task
 from posttrain.evaluation.tasks import build_tasks
 from posttrain.models import forward
 from posttrain.models.chat import Chat
@@ -451,7 +451,7 @@ def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
 def test_only_log_probs_that_are_not_finite_leave_a_suite_out(monkeypatch: pytest.MonkeyPatch) -> None:
     former: Any = object.__new__(FormerTasks)
     former.config, former.tasks = None, [SimpleNamespace(items=[1], only=lambda mine: None)]
-    problem: list[ValueError] = [NotFinite("nan"), ValueError("a mistake of the code")]
+    problem: list[ValueError] = [ScoresNotFinite("nan"), ValueError("a mistake of the code")]
 
     def broken(*_: Any) -> None:
         raise problem.pop(0)

@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 
 from posttrain.models import attention_mask
 from posttrain.rollout.engines.base import Then, TurnRequest
-from posttrain.rollout.engines.slots import Rows, SlotSampler, Writing, write_token
+from posttrain.rollout.engines.slots import SlotRows, SlotSampler, Writing, write_token
 from posttrain.runtime import CacheLayer, grouped_queries, runlog
 from posttrain.types import SamplingParams, UserError, one_line
 
@@ -36,7 +36,7 @@ Step = Callable[[], object]
 def _step(
     model: PreTrainedModel,
     kept: Cache,
-    rows: Rows,
+    rows: SlotRows,
     index_L: torch.Tensor,
     done_B: torch.Tensor,
     params: SamplingParams,
@@ -127,7 +127,7 @@ class CompiledSampler(SlotSampler):
         super().__init__(model, stop_ids, pad_id, longest)
         self._gpu = model.device.type == "cuda"
         self._steps: dict[tuple[int, int], Step] = {}  # by the rows and the positions that they read
-        self._rows: Rows | None = None  # those that these steps write in
+        self._rows: SlotRows | None = None  # those that these steps write in
         self._done_S = torch.empty(0, dtype=torch.bool)
 
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:

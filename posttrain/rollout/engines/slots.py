@@ -84,7 +84,7 @@ class _SlotLayer(CacheLayer):
         return self.visible, 0
 
 
-class Rows(NamedTuple):
+class SlotRows(NamedTuple):
     """One row a slot: what the model is fed next, what it has written so far in this turn."""
 
     token_B: torch.Tensor
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
 
 
 def write_token(
-    rows: Rows, done_B: torch.Tensor, logits_BV: torch.Tensor, params: SamplingParams, stop_ids: torch.Tensor
+    rows: SlotRows, done_B: torch.Tensor, logits_BV: torch.Tensor, params: SamplingParams, stop_ids: torch.Tensor
 ) -> torch.Tensor:
     """One more token in each row that is not done yet; which rows are done now."""
     place_B1 = rows.length_B[:, None]
@@ -123,14 +123,14 @@ class Writing:
         self.rows = self._fresh(0)
         self.slots: set[int] = set()  # those whose turn is not done
 
-    def _fresh(self, count: int) -> Rows:
+    def _fresh(self, count: int) -> SlotRows:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=self.device)
 
         size = self.params.max_new_tokens + 1  # a row that is done writes behind its end
         written = zeros(size), zeros(size, dtype=torch.float32)
         uniform = zeros(size, dtype=widest(self.device))
-        return Rows(zeros(), zeros(), uniform, zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
+        return SlotRows(zeros(), zeros(), uniform, zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
 
     @property
     def width(self) -> int:
@@ -140,7 +140,7 @@ class Writing:
     def _grow(self, count: int) -> None:
         missing = count - len(self.rows.token_B)
         if missing > 0:
-            self.rows = Rows._make(map(torch.cat, zip(self.rows, self._fresh(missing), strict=True)))
+            self.rows = SlotRows._make(map(torch.cat, zip(self.rows, self._fresh(missing), strict=True)))
 
     def begin(self, slots: Sequence[int], ids: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """Turns behind these ids."""
@@ -171,9 +171,9 @@ class Writing:
         self.rows.position_B[idle] = unneeded
         return done_B, int(self.rows.position_B[:width].max()) + 1
 
-    def first(self, count: int) -> Rows:
+    def first(self, count: int) -> SlotRows:
         """Views of the first rows."""
-        return Rows._make(each[:count] for each in self.rows)
+        return SlotRows._make(each[:count] for each in self.rows)
 
     def move(self, target: Sequence[int], source: Sequence[int]) -> None:
         target_N, source_N = torch.tensor(target, device=self.device), torch.tensor(source, device=self.device)
