@@ -229,7 +229,7 @@ class StarPORun(TrainingRun):
         for n, env in enumerate(self.envs):
             if env.after is not None and env.after not in titles[:n]:
                 raise wrong(
-                    f"envs.{n}.after is {env.after}, which is no environment before it in the list"
+                    f"envs.{n}.after is {env.after}, which is not an environment before it in the list"
                     f" ({', '.join(titles[:n]) or 'it is the first'}){hint(env.after, titles[:n])}"
                 )
         return self

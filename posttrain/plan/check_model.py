@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 def check(cfg: Any) -> Iterator[Line]:
-    """All lines for the model of a training config; UserError for what is no model that can be looked at."""
+    """All lines for the model of a training config; UserError for a model that cannot be examined."""
     from posttrain.models import model_files
     from posttrain.plan import preflight
 
@@ -113,7 +113,7 @@ def _usable_template(section: ModelSection, asked: str | None) -> _Template:
     try:
         models.load_chat(section, asked)
     except UserError as problem:
-        models.load_chat(section, OURS)  # what fails here as well is no matter of the template
+        models.load_chat(section, OURS)  # what fails here as well does not depend on the template
         return _Template(OURS, str(problem))
     return _Template(asked, "")
 
@@ -366,7 +366,7 @@ def schema_of(file: str) -> type[SFTRun] | type[DPORun] | type[StarPORun]:
     data: Any = given.get("data")
     sources = data.get("sources") if isinstance(data, dict) else None
     if not isinstance(sources, list):
-        raise UserError(f"--config {file} is no config of phase 1, 2 or 3: it has neither envs nor data.sources.")
+        raise UserError(f"--config {file} is not a config of phase 1, 2 or 3: it has neither envs nor data.sources.")
     kinds = [source.get("kind") for source in sources if isinstance(source, dict)]
     return DPORun if any(kind in DPO_KINDS for kind in kinds) else SFTRun
 

@@ -79,7 +79,7 @@ def _check_facts(asked: str, known: Mapping[str, float], cfg: Any) -> None:
     own, other = (Episodes, DataRows) if isinstance(cfg, StarPORun) else (DataRows, Episodes)
     if strange := sorted(known.keys() & set(other._fields) - set(own._fields)):
         words = ", ".join(key for key in devices.OF_WORK if key in own._fields)
-        raise UserError(f"--plan {asked}: `{strange[0]}` is no number of this phase, which has {words}.")
+        raise UserError(f"--plan {asked}: `{strange[0]}` is not a number of this phase, which has {words}.")
     if own is DataRows and known.get("tokens", 0) > (longest := DataRows.longest(cfg)):
         raise UserError(f"--plan {asked}: no row is longer than {longest} tokens: raise data.max_length, too.")
 

@@ -22,7 +22,7 @@ class Factors(NamedTuple):
     """How much of what the datasheet says is reached."""
 
     # of the peak, by products of large matrices: cuBLAS reaches 70 to 80 % with thousands of columns, and a small model
-    # has hundreds. What lies between the products is counted apart (`stream`), so this is no MFU, which is lower.
+    # has hundreds. What lies between the products is counted apart (`stream`), so this is not the MFU, which is lower.
     matmul: float = 0.6
     # of the bandwidth, by kernels that only read and write: what a copy reaches
     stream: float = 0.8

@@ -37,6 +37,7 @@ LAYERS = [
 ]
 BESIDE = ["posttrain", "posttrain.__main__", "posttrain.types", "posttrain.files", "posttrain.metrics"]
 MOST_ARROWS = 60
+MOST_SHARED_NAMES = 20
 NO_TORCH = {"envs", "posttrain.types", "posttrain.files", "config"}  # nor anything that imports it
 # envs/ may import such a package in a function: data sets of the Hub, adapters
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft"}
@@ -170,6 +171,17 @@ def test_a_package_names_what_it_has() -> None:
         names = named_by(package)
         module = importlib.import_module(f"posttrain.{package}")
         assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_few_names_stand_in_several_modules() -> None:
+    """So that a search for a function or a class finds it, and its name says what it is of."""
+    modules: dict[str, set[Path]] = {}
+    for path in [file for file in files() if file.parts[-2] != ROOT.name]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            public = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_"
+            if public and node.name != "main":
+                modules.setdefault(node.name, set()).add(path)
+    assert len([name for name, places in modules.items() if len(places) > 1]) <= MOST_SHARED_NAMES
 
 
 def too_long(path: Path) -> list[str]:

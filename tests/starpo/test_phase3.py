@@ -837,7 +837,10 @@ def test_an_environment_joins_once_the_one_before_it_is_won(
 
 def test_a_curriculum_begins_somewhere(player: Path, tmp_path: Path) -> None:
     for envs_given, words in (
-        ([{**LAKE, "after": "sokoban"}, "sokoban"], r"envs\.0\.after is sokoban, which is no environment before it"),
+        (
+            [{**LAKE, "after": "sokoban"}, "sokoban"],
+            r"envs\.0\.after is sokoban, which is not an environment before it",
+        ),
         ([LAKE, {**LAKE, "options": {"size": 4}}], "envs has frozen_lake twice.*label"),
         ([LAKE, {"name": "sokoban", "after": "frozen_lak"}], "did you mean `frozen_lake`"),
     ):

@@ -68,7 +68,9 @@ class VLLMServer:
         except (KeyError, TypeError, ValueError, Lost) as error:
             if isinstance(error, Lost) and not isinstance(error.__cause__, ValueError):  # nobody has answered
                 raise
-            raise UserError(f"{self.url} is no vLLM server in development mode ({one_line(error)}). {HOW}") from error
+            raise UserError(
+                f"{self.url} is not a vLLM server in development mode ({one_line(error)}). {HOW}"
+            ) from error
         if not caches or modes != ("processed_logprobs", "vllm"):
             raise UserError(f"The vLLM server at {self.url} runs with other options than a rollout needs. {HOW}")
         if settings["max_model_len"] < policy.longest:
