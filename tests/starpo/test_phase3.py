@@ -839,7 +839,7 @@ def test_a_curriculum_begins_somewhere(player: Path, tmp_path: Path) -> None:
     for envs_given, words in (
         (
             [{**LAKE, "after": "sokoban"}, "sokoban"],
-            r"envs\.0\.after is sokoban, which is not an environment before it",
+            r"envs\.0\.after is sokoban, which is not an environment",
         ),
         ([LAKE, {**LAKE, "options": {"size": 4}}], "envs has frozen_lake twice.*label"),
         ([LAKE, {"name": "sokoban", "after": "frozen_lak"}], "did you mean `frozen_lake`"),
