@@ -148,13 +148,9 @@ def test_reading_the_history_in_every_turn_takes_longer() -> None:
 
 
 def test_a_number_of_another_phase_or_above_the_longest_row_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="`new` is not a number of this phase, which has rows, tokens, trained"
-    ):
+    with pytest.raises(UserError, match="`new` is not a number of this phase, which has rows, tokens, trained"):
         phase1.main(["--plan", "A10G:new=3"])
-    with pytest.raises(
-        UserError, match="`rows` is not a number of this phase, which has prompt, new, reply"
-    ):
+    with pytest.raises(UserError, match="`rows` is not a number of this phase, which has prompt, new, reply"):
         phase3.main(["--plan", "all:rows=3"])
     with pytest.raises(UserError, match="no row is longer than 2048 tokens"):
         phase1.main(["--plan", "A10G:tokens=2049"])
