@@ -66,7 +66,7 @@ def test_without_vllm_one_paragraph_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.runtime.parallel.size", lambda: 2)
-    with pytest.raises(UserError, match="one process"):
+    with pytest.raises(UserError, match="single process"):
         open_engine(llama(), [STOP], PAD, "vllm")
 
 

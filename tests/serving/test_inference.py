@@ -590,7 +590,7 @@ def test_every_cell_of_an_environment_has_a_colour_and_an_environment_without_a_
         (["model.name_or_path=no/such/folder/final"], "no/such/folder/final does not exist"),
         (["model.name_or_path=configs"], "configs is not a checkpoint: it has no config.json"),
         (["model.name_or_path=Makefile"], "Makefile is a file"),
-        (["--prompt", "half of a pair: \ud83e"], "no text"),
+        (["--prompt", "half of a pair: \ud83e"], "not text"),
     ],
 )
 def test_a_mistake_is_one_paragraph_with_its_remedy(
