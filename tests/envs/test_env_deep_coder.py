@@ -174,7 +174,7 @@ def test_a_program_is_run_once(monkeypatch):
         runs.append(given)
         yield from [TestOutcome("ok", "0", "")] * 4
 
-    monkeypatch.setattr(verdict, "run", run)
+    monkeypatch.setattr(verdict, "run_in_sandbox", run)
     for _ in range(3):
         env.step("print('run once')")
     env.begin(DOUBLE)
@@ -212,7 +212,7 @@ def test_a_megabyte_of_short_lines_costs_little(line):
 @needs_sandbox
 def test_the_clock_runs_while_outputs_are_compared(monkeypatch):
     """However many tests there are, and however long their outputs take."""
-    monkeypatch.setattr(verdict, "same_text", lambda *texts: time.sleep(0.05) or True)
+    monkeypatch.setattr(verdict, "same_output", lambda *texts: time.sleep(0.05) or True)
     problem, begun = CodeProblem("", "", TESTS * 100, 1, "slow to compare"), time.monotonic()
     told = verdict.judge(problem, "print(1)", Limits(total_seconds=1.0))
     assert time.monotonic() - begun < 2 and 0 < told.passed < 20

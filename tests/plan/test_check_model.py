@@ -271,7 +271,7 @@ def test_code_of_its_own_and_damage_are_told(tmp_path: Path) -> None:
         (["{folder}", "chat.template={plain}"], 1, "It cannot be trained so: 1 of these does not work."),
         (["{folder}/nowhere"], 2, "does not exist"),
         (["{folder}", "rollout.slot=3"], 2, "did you mean"),
-        (["{folder}", "--config", "configs/chat.yaml"], 2, "no config of phase 1, 2 or 3"),
+        (["{folder}", "--config", "configs/chat.yaml"], 2, "not a config of phase 1, 2 or 3"),
         (["{folder}", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
     ],
 )

@@ -165,7 +165,7 @@ def build_run(folder: Path, episodes: int, with_report: bool = True) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate_model, "run_task", made_up)
         patch.setattr(evaluate_model, "check", lambda *_, **__: None)
-        patch.setattr(store, "fingerprint", lambda _, name: name)
+        patch.setattr(store, "store_fingerprint", lambda _, name: name)
         patch.setattr(sys, "argv", ["evaluate_model.py", "--config", str(folder / "config.yaml")])
         evaluate_model.main()
     return folder

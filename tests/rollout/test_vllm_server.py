@@ -392,7 +392,7 @@ def test_what_does_not_fit_is_said_before_anything_is_played(tmp_path: Path, tin
         with pytest.raises(UserError, match=r"other options than a rollout needs.*--logprobs-mode processed_logprobs"):
             connected(tiny_chat, model, servers, tmp_path)
         server.options = {}
-        with pytest.raises(UserError, match=r"no vLLM server in development mode.*VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(UserError, match=r"not a vLLM server in development mode.*VLLM_SERVER_DEV_MODE=1"):
             connected(tiny_chat, model, servers, tmp_path)
     with standing_in(tiny_chat) as servers:
         servers[0].chat = type("Other", (), {"tokenizer": staticmethod(lambda *_, **__: {"input_ids": [1]})})
