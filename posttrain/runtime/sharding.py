@@ -80,10 +80,6 @@ def place(models: dict[str, Any], device: torch.device) -> Placement:
     return Shards(models, device) if launcher.sharding() == "fsdp2" else Placement(models, device)
 
 
-class _Repeated(list[Any]):
-    """A micro-batch that another process has as well."""
-
-
 class Placement:
     """The models of a run and where their weights are: all of them in every process. `Shards` is the other kind.
 
@@ -133,7 +129,7 @@ class Placement:
 
     def weight(self, micro_batch: Any) -> float:
         """Return what a micro-batch counts: 1, or 0 where this process reads it to keep pace alone."""
-        return 0.0 if isinstance(micro_batch, _Repeated) else 1.0
+        return 1.0
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up the gradients of all processes."""
@@ -162,6 +158,10 @@ class _Root(torch.nn.Module):
 
     def forward(self, compute: Callable[[], Any]) -> Any:
         return compute()
+
+
+class _Repeated(list[Any]):
+    """A micro-batch that another process has as well."""
 
 
 class Shards(Placement):
@@ -216,6 +216,9 @@ class Shards(Placement):
 
     def even(self, own: list[Any], most: int, spare: Sequence[Any]) -> list[Any]:
         return own + [_Repeated(spare) for _ in range(most - len(own))]
+
+    def weight(self, micro_batch: Any) -> float:
+        return 0.0 if isinstance(micro_batch, _Repeated) else 1.0
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Do nothing: FSDP2 adds them up after each micro-batch."""
