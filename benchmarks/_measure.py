@@ -232,7 +232,8 @@ def rollout_func(cfg: StarPORun, chat: Chat) -> Callable[[list[str], Any], dict[
 
     A prompt is the seed of a level. Environment, protocol and the tokens between two answers are ours.
     """
-    from envs.protocol import Episode, Protocol
+    from envs.episode import Episode
+    from envs.protocol import Protocol
     from posttrain.rollout.episodes import open_env
 
     protocol = Protocol.of(open_env(cfg.envs[0]), **cfg.protocol.model_dump())

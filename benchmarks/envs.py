@@ -31,9 +31,10 @@ import _measure
 import envs
 from envs.base import draw_level
 from envs.deep_coder import verdict
+from envs.episode import Episode
 from envs.lean.backends import replay_tactics
 from envs.metamath_qa import is_right
-from envs.protocol import Episode, format_response
+from envs.protocol import format_response
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"

@@ -27,7 +27,10 @@ from envs.process_state import keep_process_state
 
 __all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "option", "register"]
 
-_NO_ENVS = ("adapters", "base", "check", "demos", "hostile", "play", "process_state", "promises", "protocol")
+_NO_ENVS = (
+    "adapters", "base", "check", "demos", "episode", "hostile", "play", "process_state", "promises", "protocol",
+    "sentences", "wording",
+)  # fmt: skip
 _ADAPTERS = {  # names that `make` knows as well, with options that say whose environment it is
     "openenv": "openenv_client.OpenEnv",
     "reasoning_gym": "reasoning_gym.ReasoningGym",

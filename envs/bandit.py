@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs.base import TextEnv, split_by_hash
+from envs.sentences import counted, listed
 
 # Names by split and kind: those that sound safe, those that sound risky. No name is in two splits, and the two arms of
 # a level are of one kind.
@@ -189,6 +190,8 @@ class Bandit(TextEnv):
     # -- text ------------------------------------------------------------------------------------------------------
 
     def observe(self) -> str:
+        if self.style == "plain":
+            return self._plain_observation()
         counts = [
             f"{arm.name} {won}/{tried}" for arm, won, tried in zip(self.level, self.wins, self.tries, strict=True)
         ]
@@ -197,8 +200,30 @@ class Bandit(TextEnv):
         parts += [f"Pulls left {self.pulls_left}"] if self.config.pulls > 1 else []
         return " ".join(parts)
 
+    def _plain_observation(self) -> str:
+        names = list(self.actions or ())
+        if self.config.pulls == 1:
+            said = [f"The arms are {listed(names)}."]
+        else:
+            results = zip(names, self.wins, self.tries, strict=True)
+            said = [
+                f"Arm {name} paid in {won} of {counted(tried, 'pull')}."
+                if tried
+                else f"Arm {name} has not been pulled."
+                for name, won, tried in results
+            ]
+        said += [f"The last pull was of {self.last[0].name} and paid {self.last[1]:g}."] if self.last else []
+        said += [f"You have {counted(self.pulls_left, 'pull')} left."] if self.config.pulls > 1 else []
+        return " ".join(said)
+
     def rules(self) -> str:
         config = self.config
+        if self.style == "plain" and config.pulls > 1:
+            return (
+                f"A slot machine has the arms {listed(LETTERS[: config.arms])}. Each arm pays 1 with a chance of its own,"
+                f" else 0. You have {config.pulls} pulls. Win as much as you can, and find the arm with the best chance:"
+                " your last pull must be of that arm. An action is the name of the arm that you pull."
+            )
         if config.pulls == 1:
             return (
                 f"A slot machine has two arms. One pays {config.sure:g} every time. The other pays 1 or nothing, and"
@@ -228,6 +253,24 @@ class Bandit(TextEnv):
         untried = tuple(name for name, tried in zip(names, self.tries, strict=True) if not tried)
         leading = tuple(name for name, share in zip(names, shares, strict=True) if share == max(shares))
         return {"untried": untried, "leading": leading}
+
+    def thought(self) -> str:
+        if self.style == "compact":
+            return super().thought()
+        cues = self.cues()
+        if self.config.pulls == 1:
+            return f"{cues['risky'][0]} is the arm that takes a risk, and {cues['safe'][0]} the one that pays for sure."
+        untried = f"I have not tried {listed(cues['untried'])} yet. " if cues["untried"] else ""
+        lead = f"{listed(cues['leading'])} {'has' if len(cues['leading']) == 1 else 'have'} paid most often so far."
+        return f"{untried}{lead if any(self.tries) else 'No arm has been pulled.'}"
+
+    def thought_of(self, action: str) -> str:
+        return self.thought() if self.style == "compact" else f"{self.thought()} I pull {action}."
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        if self.config.pulls == 1:
+            return "I think of what each name stands for. Butterfly sounds right, so I pull Butterfly.", ("Butterfly",)
+        return "C has not been pulled yet, so I try it.", ("C", "C")
 
     def players(self) -> dict[str, str]:
         """`safe` takes the sure sum. `greedy` pulls the arm that leads, `even` the one with the fewest pulls."""

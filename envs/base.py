@@ -146,6 +146,8 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     actions: tuple[str, ...] | None
     # More attributes of the class, any of which `__init__` may set on `self` where it depends on options.
     label: str = ""  # what figures call it where that is not its name, for a run that plays it twice
+    style: str = "plain"  # of rules, observations and thoughts: sentences, or "compact"; an episode sets its protocol's
+    action_word: str = "action"  # what its sentences call an action: "expression", "program"
     max_turns: int = 8  # turns of one action in which the expert wins every level: an episode's limit by default
     slow: bool = False  # `step` waits for a sandbox or a server: rollouts step such environments in threads
     deterministic: bool = True  # the next state follows from state and action alone: demonstrations may think ahead
@@ -294,6 +296,10 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     def thought_of(self, action: str) -> str:
         """Return the thought before this action: another than `thought()` where an action shows how it came about."""
         return self.thought()
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        """Return a thought and actions that show in the system message how to answer; about no level in particular."""
+        return "I look at what is there and choose what brings me closer.", tuple((self.actions or ("...",))[:2])
 
     def choose(self, actions: Sequence[str] = ()) -> str:
         """Return one of these actions by `policy_rng`; of all actions where it is empty."""

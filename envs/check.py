@@ -20,9 +20,9 @@ from rich.table import Table
 from envs import CAPABILITIES, SPLITS, make, names, option
 from envs.base import NoLevel, known
 from envs.demos import play_scripted
+from envs.episode import Episode
 from envs.hostile import HOSTILE, HOSTILE_TEXTS, meet_hostile_text
 from envs.promises import LEVELS, SAME, TURNS, Subject, already, broken_promises, env_digest, protocol_for, where_raised
-from envs.protocol import Episode
 from envs.web import NoAnswer
 
 COLOURS = {"system": "yellow", "user": "cyan", "assistant": "green"}

@@ -23,7 +23,8 @@ import numpy as np
 
 from envs import SPLITS, make, names, option
 from envs.base import TextEnv, known
-from envs.protocol import ACTION_SEP, Episode, Message, Protocol, format_response, parse
+from envs.episode import Episode
+from envs.protocol import ACTION_SEP, Message, Protocol, format_response, parse
 from envs.web import NoAnswer
 
 THOUGHTS = {

@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium.envs.toy_text import frozen_lake
 
 from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
+from envs.sentences import DIRECTIONS, PLACES, at_in_words, listed, upper_first, way_in_words
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "dead": "X", "arrived": "*", "edge": "#"}
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # gymnasium's order: 0, 1, 2, 3
@@ -59,7 +60,7 @@ class FrozenLake(TextEnv):
     - `corners=False`: start at the top left and goal at the bottom right instead of anywhere.
     - `slippery=False`: a move goes as intended with probability `success_rate`, else to either side of it.
     - `success_rate=None`: 0.8 when None; only on slippery ice.
-    - `observation="neighbours"`: or "coordinates", "grid", "both".
+    - `observation="grid"`: or "coordinates", "both", "neighbours".
     - `symbols=None`: what stands for each kind of cell, by its name in `SYMBOLS`.
     - `separator=" "`: between the cells of a grid.
     - `render_mode=None`: or "ansi", "rgb_array".
@@ -77,7 +78,7 @@ class FrozenLake(TextEnv):
         corners: bool = False,
         slippery: bool = False,
         success_rate: float | None = None,
-        observation: str = "neighbours",
+        observation: str = "grid",
         symbols: Mapping[str, str] | None = None,
         separator: str = " ",
         render_mode: str | None = None,
@@ -154,19 +155,36 @@ class FrozenLake(TextEnv):
         return there[0] - here[0], there[1] - here[1]
 
     def _at(self, cell: int) -> str:
-        return f"{cell // self.side} {cell % self.side}"
+        at = divmod(cell, self.side)
+        return at_in_words(*at) if self.style == "plain" else f"{at[0]} {at[1]}"
 
     def observe(self) -> str:
+        holes = [self._at(i) for i, cell in enumerate(self.cells) if cell == "H"]
+        if self.observation == "grid":
+            return self._grid(self.separator)
+        if self.style == "plain":
+            if self.observation == "neighbours":
+                ways = listed([f"{direction} {self._lead(direction)}" for direction in MOVES])
+                return f"{self._goal_in_words('You are at the goal.')} Going {ways}."
+            there = f"There are holes at {listed(holes)}." if holes else "There are no holes."
+            text = f"You are at {self._at(self.position)}. The goal is at {self._at(self.goal)}. {there}"
+            return text if self.observation == "coordinates" else f"{text}\n{self._grid(self.separator)}"
         if self.observation == "neighbours":
             beside = [f"{direction} {self._symbol(self._neighbour(direction))}" for direction in MOVES]
             return " ".join([f"Goal {steps_told(self._way(), MOVES)}", *beside])
         positions = f"You {self._at(self.position)} Goal {self._at(self.goal)}"
-        holes = " ; ".join(self._at(i) for i, cell in enumerate(self.cells) if cell == "H")
-        coordinates = f"{positions} Holes {holes or 'none'}"
-        if self.observation == "coordinates":
-            return coordinates
-        grid = self._grid(self.separator)
-        return grid if self.observation == "grid" else f"{coordinates}\n{grid}"
+        coordinates = f"{positions} Holes {' ; '.join(holes) or 'none'}"
+        return coordinates if self.observation == "coordinates" else f"{coordinates}\n{self._grid(self.separator)}"
+
+    def _lead(self, direction: str) -> str:
+        """Return where a move leads, in words."""
+        cell = self._neighbour(direction)
+        kinds = {"H": "into a hole", "G": "to the goal"}
+        return "against the edge" if cell is None else f"leads {kinds.get(self.cells[cell], 'onto ice')}"
+
+    def _goal_in_words(self, here: str) -> str:
+        way = way_in_words(self._way())
+        return f"The goal is {way} from you." if way else here
 
     def _grid(self, separator: str) -> str:
         symbols = [self._symbol(i) for i in range(len(self.cells))]
@@ -175,6 +193,8 @@ class FrozenLake(TextEnv):
 
     def rules(self) -> str:
         s = self.symbols
+        if self.style == "plain":
+            return self._plain_rules()
         parts = ["Walk over the frozen lake to the goal. A hole ends the game."]
         if self.observation == "neighbours":
             parts.append(f"Goal: steps from you on {self.side} x {self.side} cells.")
@@ -190,6 +210,32 @@ class FrozenLake(TextEnv):
         if self.chance < 1:
             parts.append(f"You slip: a move goes as meant with chance {self.chance:g}, else to one side of it.")
         parts.append(f"Actions: {', '.join(MOVES)}.")
+        return " ".join(parts)
+
+    def _plain_rules(self) -> str:
+        s, parts = self.symbols, ["You walk over a frozen lake. Reach the goal without falling into a hole."]
+        if self.observation == "neighbours":
+            parts.append("In each turn you learn where the goal is and where each move leads.")
+        elif self.observation != "grid":
+            side = self.side
+            parts.append(
+                f"The lake has {side} rows and {side} columns. Rows are counted from the top and columns from the left,"
+                " beginning with 0."
+            )
+        if self.observation in ("grid", "both"):
+            legend = [
+                f"{s['player']} is you",
+                f"{s['ice']} is ice",
+                f"{s['hole']} is a hole",
+                f"{s['goal']} is the goal",
+            ]
+            parts.append(f"On the map, {listed(legend)}.")
+        parts.append("A fall into a hole ends the game.")
+        if self.chance < 1:
+            parts.append(
+                f"The ice is slippery: you move as you choose with a chance of {self.chance:g}, and else to one side."
+            )
+        parts.append(f"The actions are {listed(list(MOVES))}; each moves you by one cell.")
         return " ".join(parts)
 
     def state_key(self) -> str:
@@ -211,6 +257,31 @@ class FrozenLake(TextEnv):
         safe = tuple(d for d, cell in cells.items() if cell is not None and self.cells[cell] != "H")
         goal = tuple(d for d in self._nearer() if d in safe)
         return {"safe": safe, "goal": goal} if self.observation == "neighbours" else {"goal": goal, "safe": safe}
+
+    def thought(self) -> str:
+        if self.style == "compact":
+            return super().thought()
+        holes = [d for d in MOVES if self._lead(d) == "leads into a hole"]
+        where = listed([f"{PLACES[direction]} me" for direction in holes])
+        there = f" There {'is a hole' if len(holes) == 1 else 'are holes'} {where}." if holes else ""
+        return f"{self._goal_in_words('I am at the goal.').replace(' from you', '')}{there}"
+
+    def thought_of(self, action: str) -> str:
+        """Return where the goal is, which holes are near, and what follows for the action."""
+        if self.style == "compact" or action not in MOVES:
+            return self.thought()
+        go, cues = f"I go {action.lower()}", self.cues()
+        if action in cues["goal"]:
+            choice = f"{upper_first(DIRECTIONS[action])} is closer and safe, so {go}."
+        elif action in cues["safe"] and not cues["goal"]:
+            choice = f"No step towards the goal is safe, so {go} first."
+        else:
+            choice = f"{go}."
+        return f"{self.thought()} {choice}"
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        thought = "The goal is 2 steps to the right. There is a hole to the right of me, so I go down first."
+        return thought, ("Down", "Right")
 
     def players(self) -> dict[str, str]:
         """`nearer` walks to the goal blind to holes; `safe` avoids holes blind to the goal."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envs.base import TextEnv, canonical, known, split_by_hash
+from envs.sentences import listed
 
 MOVES = ("Up", "Right", "Down", "Left")
 FOURS = 0.1  # the share of new tiles that are 4; the others are 2
@@ -143,11 +144,33 @@ class Game2048(TextEnv):
         return "\n".join(" ".join(str(tile) if tile else "_" for tile in row) for row in self.board)
 
     def rules(self) -> str:
+        if self.style == "plain":
+            return (
+                "You play 2048. In each move all tiles of the board slide one way. Two equal tiles that meet become one"
+                " tile of their sum; then a new 2 or 4 appears in an empty cell. Make a tile of"
+                f" {self.target} before no move is possible. Numbers are tiles, and _ is an empty cell. The actions are"
+                f" {listed(MOVES)}. A move that shifts no tile changes nothing."
+            )
         return (
             "Slide all tiles of the board one way. Two equal tiles that meet become one tile of their sum; then a new"
             f" 2 or 4 appears in an empty cell. Make a tile of {self.target} before nothing can move. A move that"
             " shifts no tile changes nothing. Numbers are tiles, _ is empty. Actions: Up, Right, Down, Left."
         )
+
+    def thought(self) -> str:
+        if self.style == "compact":
+            return super().thought()
+        cues, able = self.cues(), legal(self.board)
+        merge, corner = (listed(cues[cue], "or") for cue in ("merge", "corner"))
+        said = [f"The moves that shift a tile are {listed(able)}." if able else "No move shifts a tile."]
+        said.append(f"The largest sum comes from {merge}." if merge else "No two tiles merge.")
+        return " ".join([*said, *([f"The largest tile is in a corner after {corner}."] if corner else [])])
+
+    def thought_of(self, action: str) -> str:
+        return self.thought() if self.style == "compact" else f"{self.thought()} I choose {action}."
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        return "The two tiles of 8 in the first row meet if I slide left.", ("Left", "Down")
 
     def state_key(self) -> str:
         return self.observe()

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from envs import SPLITS, make, names, option
 from envs.base import known
-from envs.protocol import Episode, Protocol, Turn, format_response
+from envs.episode import Episode
+from envs.protocol import Protocol, Turn, format_response
 from envs.web import NoAnswer
 
 THOUGHT = "#"  # begins a line with the thought of the next action

@@ -1,4 +1,4 @@
-"""How do a model and an environment talk?  Turns, answers, penalties, limits and the words around them.
+"""How do a model and an environment talk?  The limits of an episode, its penalties, and the form of an answer.
 
 The model writes `<think>...</think><answer>Left || Up</answer>`; the first well-formed pair counts. What it wrote is
 kept as it is: nothing here rewrites a response.
@@ -6,18 +6,29 @@ kept as it is: nothing here rewrites a response.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from envs.base import TextEnv
+from envs.base import TextEnv, known
 from envs.by_path import by_path
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Message = dict[str, str]
 ACTION_SEP = "||"  # between two actions of one answer, as in RAGEN
 MAX_PENALISED_TURNS = 3  # of one episode
+STYLES = ("plain", "compact")  # see wording.py
+TEMPLATES = {  # Jinja templates that a run may write itself, and the values that each is given
+    "system": ("rules", "limits", "format", "example", "actions", "max_turns", "max_actions", "max_actions_per_turn"),
+    "feedback": (
+        *("outcome", "reward", "valid", "observation", "left", "question"),
+        *("turn", "turns_left", "actions_left", "actions"),
+    ),
+}
 _BETWEEN = re.compile(r"</think>\s*<answer>")
 
 
@@ -30,6 +41,8 @@ class Protocol:
     An environment of free text takes one action a turn, whatever `max_actions_per_turn` says.
     With `force_think` every response begins with `opening`, which the model is given instead of writing it.
     `parser` is the path `module:function` of what takes the place of `parse`, whose parameters and result it has.
+    `style` says which words the model reads (wording.py). With "plain", the Jinja templates `system` and `feedback` take
+    the place of its own, and `example` that of the answer that stands in the system message as an example.
     """
 
     max_turns: int = 8
@@ -39,12 +52,22 @@ class Protocol:
     format_penalty: float = -0.1
     force_think: bool = False
     parser: str | None = None
+    style: str = "plain"
+    system: str | None = None
+    example: str | None = None
+    feedback: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.max_turns, self.max_actions_per_turn, self.max_actions) < 1:
             raise ValueError("max_turns, max_actions_per_turn and max_actions must be at least 1.")
         if self.format_penalty > 0:
             raise ValueError("format_penalty must not be above 0.")
+        known("protocol style", self.style, STYLES)
+        for name, values in TEMPLATES.items():
+            if (source := getattr(self, name)) is not None:
+                check_template(name, source, values)
+        if self.style != "plain" and (self.system, self.example, self.feedback) != (None, None, None):
+            raise ValueError('protocol.system, example and feedback belong to style="plain": leave them out.')
 
     @classmethod
     def of(cls, env: TextEnv, max_turns: int | None = None, max_actions: int | None = None, **others: Any) -> Protocol:
@@ -77,12 +100,18 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Past:
-    """A turn that was played: Past(observation="You 0 0 Goal 3 3", actions=["Down"], reward=0.0, valid=True)."""
+    """A turn that was played: Past("You 0 0 Goal 3 3", actions=["Down"], reward=0.0, valid=True, well_formed=True).
+
+    `invalid` holds what the answer names that is not an action; `effective` is whether an action changed the state.
+    """
 
     observation: str
     actions: list[str]
     reward: float
     valid: bool
+    well_formed: bool
+    invalid: list[str]
+    effective: bool
 
 
 @dataclass(frozen=True)
@@ -126,6 +155,28 @@ def parse(text: str, protocol: Protocol, listed: Sequence[str] | None) -> Parsed
     return Parsed(actions[: protocol.max_actions_per_turn], True, invalid)
 
 
+@lru_cache(maxsize=64)
+def template(source: str) -> Template:
+    """Return a Jinja template, in a sandbox; a value that it is not given is an error."""
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(source)
+
+
+def check_template(name: str, source: str, values: Sequence[str]) -> None:
+    """ValueError where a template cannot be read or asks for a value that it is not given."""
+    from jinja2 import TemplateError
+    from jinja2.meta import find_undeclared_variables
+
+    try:
+        unknown = find_undeclared_variables(template(source).environment.parse(source)) - set(values)
+    except TemplateError as error:
+        raise ValueError(f"protocol.{name} is not a Jinja template ({error}).") from error
+    if unknown:
+        raise ValueError(f"protocol.{name} uses {', '.join(sorted(unknown))}; its values are {', '.join(values)}.")
+
+
 def thought_span(text: str) -> tuple[int, int] | None:
     """Return where the thought stands in a response, between the first <think> and the first </think> behind it.
 
@@ -141,118 +192,3 @@ def format_response(thought: str, actions: Sequence[str], protocol: Protocol) ->
     """Return a response in the protocol's form."""
     reply = f"<answer>{f' {ACTION_SEP} '.join(actions)}</answer>"
     return f"<think>{thought}</think>{reply}" if protocol.think else reply
-
-
-def system_text(env: TextEnv, protocol: Protocol) -> str:
-    """Rules, limits and answer format: the same for every episode of an environment under a protocol."""
-    each = " each" if protocol.max_turns > 1 else ""
-    turns = f"At most {protocol.max_turns} turn{'s' if each else ''}"
-    limits, example, per_turn = f"{turns}, one action{each}", ["Action"], _per_turn(env, protocol)
-    if per_turn > 1:
-        limits, example = f"{turns}, up to {per_turn} actions{each}", ["Action", "Action"]
-    if protocol.max_actions < protocol.max_turns * per_turn:
-        limits += f", {protocol.max_actions} actions in all"
-    return f"{env.rules()} {limits}. Reply: {format_response('reasoning', example, protocol)}"
-
-
-def _per_turn(env: TextEnv, protocol: Protocol) -> int:
-    """Return how many actions a turn may hold; free text is one."""
-    return 1 if env.actions is None else protocol.max_actions_per_turn
-
-
-class Episode:
-    """One conversation with one environment, which belongs to the episode until it is over.
-
-    Example: episode = Episode(make("frozen_lake"), Protocol(), seed=7, split="test")
-             turn = episode.step("<think>goal Down safe Down</think><answer>Down</answer>")
-    `noise_seed` gives the samples of a group their own environment noise on a shared level.
-    An environment that raises is not caught here, and a reward that is not a finite number raises as well: the caller
-    counts it as crashed, never as a reward of zero.
-    """
-
-    def __init__(
-        self, env: TextEnv, protocol: Protocol, seed: int, split: str = "train", noise_seed: int | None = None
-    ):
-        self.env, self.protocol, self.seed, self.split = env, protocol, seed, split
-        self.noise_seed = noise_seed
-        options = {"split": split} if noise_seed is None else {"split": split, "noise_seed": noise_seed}
-        self.observation, info = env.reset(seed=seed, options=options)
-        self.level_key = env.level_key()
-        self.past: list[Past] = []
-        self.success, self.failure = bool(info["success"]), str(info["failure"])
-        self.terminated = self.truncated = False
-        self.turns = self.invalid_turns = self.malformed_turns = self.effective_actions = 0
-        self.actions: list[str] = []
-        self.messages: list[Message] = [
-            {"role": "system", "content": system_text(env, protocol)},
-            {"role": "user", "content": self._user_text(self.observation)},
-        ]
-
-    @property
-    def done(self) -> bool:
-        return self.terminated or self.truncated
-
-    def step(self, response_text: str) -> Turn:
-        """Play one turn: acts on what the response asks for and says what came of it."""
-        if self.done:
-            raise RuntimeError("This episode is over: open a new one.")
-        self.messages.append({"role": "assistant", "content": response_text})
-        parsed = self.protocol.read(response_text, self.env.actions)
-        valid = bool(parsed.well_formed and parsed.actions and not parsed.invalid)
-        reward, observation, before = 0.0, None, len(self.actions)
-        for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:
-            observation, gain, over, cut, info = self.env.step(action)
-            if not math.isfinite(float(gain)):
-                raise ValueError(f"the reward is {gain}")
-            self.terminated = bool(over)  # an environment may count in NumPy
-            self.truncated = bool(cut) and not self.terminated
-            self.actions.append(action)
-            self.effective_actions += bool(info["action_is_effective"])
-            self.success, self.failure = bool(info["success"]), str(info["failure"])
-            valid = valid and bool(info["action_is_valid"])
-            reward += float(gain)
-            if self.done:
-                break
-        self.past.append(Past(self.observation, self.actions[before:], reward, valid))
-        self.turns += 1
-        self.invalid_turns += not valid
-        self.malformed_turns += not parsed.well_formed
-        penalised = not valid and self.invalid_turns <= MAX_PENALISED_TURNS
-        if self.turns >= self.protocol.max_turns or len(self.actions) >= self.protocol.max_actions:
-            self.truncated = not self.terminated
-        user = None
-        if not self.done:
-            self.observation = self.env.observe() if observation is None else observation
-            user = self._user_text(self.observation, reward, valid)
-            self.messages.append({"role": "user", "content": user})
-        return Turn(reward, self.protocol.format_penalty if penalised else 0.0, self.done, valid, user)
-
-    def summary(self, first: int) -> str:
-        """Return one user message: the turns from number `first` on in brief (state, action, reward), then the state.
-
-        Without earlier turns it is the first user message; `first == turns` leaves all of them out.
-        """
-        if first >= self.turns:
-            return self._user_text(self.observation)
-        lines = []
-        for number, turn in enumerate(self.past[first:], first + 1):
-            lines += [f"Turn {number}", turn.observation]
-            lines += [f"Action {f' {ACTION_SEP} '.join(turn.actions)}"] if turn.actions else []
-            lines += [] if turn.valid else ["Invalid answer"]
-            lines.append(f"Reward {round(turn.reward, 6):g}")
-        return "\n".join([*lines, f"Turn {self.turns + 1}", self._user_text(self.observation)])
-
-    def state_key(self) -> str:
-        """Return the environment's key of the state, or its observation where it has none."""
-        return self.env.state_key() if self.env.has("state_key") else self.observation
-
-    def _user_text(self, state: str, reward: float | None = None, valid: bool = True) -> str:
-        turns = self.protocol.max_turns - self.turns
-        left = f"Turns left {turns}"
-        actions = self.protocol.max_actions - len(self.actions)
-        if actions < turns * _per_turn(self.env, self.protocol):  # else the limit of turns comes first
-            left += f" Actions left {actions}"
-        before = [] if reward is None else [f"Reward {round(reward, 6):g}"]
-        if not valid:
-            before.append("Invalid answer")
-        return "\n".join([*before, state, left])

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envs.base import TextEnv, split_by_hash
+from envs.sentences import listed
 
 # Each face: its name, the letter of its colour when solved, its outward direction, and where its rows and columns lead.
 # x is right, y is up, z is towards the reader: every face is read as it lies in the usual unfolded net.
@@ -139,9 +140,21 @@ class RubiksCube(TextEnv):
     # -- text ------------------------------------------------------------------------------------------------------
 
     def observe(self) -> str:
+        if self.style == "plain":
+            faces = [f"{face[0]}: {' '.join(self.cube[4 * i : 4 * i + 4])}" for i, face in enumerate(FACES)]
+            return "\n".join(faces)
         return " ".join(f"{face[0]} {self.cube[4 * i : 4 * i + 4]}" for i, face in enumerate(FACES))
 
     def rules(self) -> str:
+        if self.style == "plain":
+            return (
+                "Solve a Rubik's cube of 2x2x2 pieces: turn its faces until each face has one colour. You see the four"
+                " stickers of each face: the upper row from left to right, then the lower row, as in an unfolded net with"
+                " Up above Front, Down below it, and Left, Front, Right and Back side by side. The colours are W (white),"
+                " R (red), G (green), Y (yellow), O (orange) and B (blue). The actions U, R, F, D, L and B turn the face"
+                " Up, Right, Front, Down, Left or Back a quarter clockwise as seen from outside; the same letter with '"
+                " turns it counterclockwise, as in R'."
+            )
         return (
             "Solve the 2x2x2 cube: turn faces until each face has one colour. Each face is its four stickers, upper row"
             " first, as in a net with Up above Front, Down below it, and Left Front Right Back side by side. Colours:"
@@ -161,7 +174,19 @@ class RubiksCube(TextEnv):
         return {"pairs": tuple(move for move, count in counts.items() if count == most)}
 
     def thought(self) -> str:
-        return f"{pairs(self.cube)} of 24 pairs now. {super().thought()}"
+        if self.style == "compact":
+            return f"{pairs(self.cube)} of 24 pairs now. {super().thought()}"
+        best = self.cues()["pairs"]
+        return (
+            f"{pairs(self.cube)} of the 24 pairs of neighbours on a face have the same colour. Most of them,"
+            f" {pairs(after(self.cube, best[0]))}, would match after {listed(best, 'or')}."
+        )
+
+    def thought_of(self, action: str) -> str:
+        return self.thought() if self.style == "compact" else f"{self.thought()} I turn {action}."
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        return "The right face needs a quarter turn back, and then every face has one colour.", ("R'", "U")
 
     def players(self) -> dict[str, str]:
         """`pairs` looks one move ahead for equal neighbours, and so turns in circles on most harder cubes."""

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from envs import make
 from envs.adapters.base import package
-from envs.protocol import Episode, Protocol, format_response
+from envs.episode import Episode
+from envs.protocol import Protocol, format_response
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -15,6 +15,7 @@ import numpy as np
 from envs.base import TextEnv
 from envs.countdown.arithmetic import CountdownTask, any_target, any_term, find_solution, parse_expression
 from envs.hub_sets import EMBEDDED, read_rows
+from envs.sentences import listed
 
 __all__ = ["Countdown"]
 
@@ -69,6 +70,7 @@ class Countdown(TextEnv):
     """
 
     name = "countdown"
+    action_word = "expression"
     actions = None
 
     def __init__(
@@ -157,12 +159,23 @@ class Countdown(TextEnv):
     # -- text ------------------------------------------------------------------------------------------------------
 
     def observe(self) -> str:
+        if self.style == "plain":
+            task = f"The target is {self.level.target}. The numbers are {listed([str(n) for n in self.level.numbers])}."
+            return f"{task}\nYour last answer: {self.last}" if self.last else task
         task = f"Target {self.level.target} Numbers {' '.join(map(str, self.level.numbers))}"
         return f"{task}\nLast {self.last}" if self.last else task
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        return "With 2, 5 and 8, the target 30 is 6 * 5, and 6 is 8 - 2.", ("(8 - 2) * 5",)
 
     def rules(self) -> str:
         use = "every number exactly once" if self.config.use_all else "each number at most once"
         retry = " A wrong answer is told its value, and you may answer again." if self.tries > 1 else ""
+        if self.style == "plain":
+            return (
+                f"Write an arithmetic expression whose value is the target. Use {use}, with +, -, *, / and brackets, and"
+                f" no other numbers.{' You may answer again after a wrong answer.' if self.tries > 1 else ''}"
+            )
         return (
             f"Write an expression whose value is the target. Use {use}, with + - * / and brackets.{retry} The action is"
             " the expression alone, such as (8 - 2) * 5."
@@ -180,7 +193,9 @@ class Countdown(TextEnv):
     def thought_of(self, action: str) -> str:
         """Return the steps of the expression, right or wrong."""
         reading = parse_expression(action)
-        return " ; ".join(reading.steps) if reading else ""
+        if self.style == "compact" or reading is None:
+            return " ; ".join(reading.steps) if reading else ""
+        return f"{listed(reading.steps)}."
 
     def expert(self) -> str:
         """Return a solution, from an exact search."""

@@ -71,6 +71,7 @@ class DeepCoder(TextEnv):
     """
 
     name = "deep_coder"
+    action_word = "program"
     actions = None
     slow = True
     observable = False  # the hidden tests
@@ -176,6 +177,11 @@ class DeepCoder(TextEnv):
 
     def thought(self) -> str:
         return self.level.idea
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        return "The program reads two numbers and prints their sum.", (
+            "\na, b = map(int, input().split())\nprint(a + b)\n",
+        )
 
     def expert(self) -> str:
         """Return the known program; of a data set the first of the row's solutions, which need not pass, nor exist."""

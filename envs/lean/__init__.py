@@ -52,6 +52,7 @@ class Lean(TextEnv):
     """
 
     name = "lean"
+    action_word = "tactic"
     actions = None
     max_turns = 12
 
@@ -193,6 +194,9 @@ class Lean(TextEnv):
         some += [f"obtain ⟨{new[0]}, {new[1]}⟩ := {name}" for name in names]
         closing = self.choose(("assumption", "omega", "rfl", "decide", "contradiction"))
         return {"random": self.choose(some), "shape": self._by_shape(goal), "close": closing}
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        return "The goal is an implication, so I introduce what is assumed.", ("intro h",)
 
     def thought(self) -> str:
         """Return the form of the goal and of what is known, which decides between the tactics."""

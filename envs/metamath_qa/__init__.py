@@ -73,6 +73,7 @@ class MetaMathQA(TextEnv):
     """
 
     name = "metamath_qa"
+    action_word = "answer"
     actions = None
 
     def __init__(
@@ -135,9 +136,20 @@ class MetaMathQA(TextEnv):
         problem = f"Problem: {self.level.query}"
         if not self.wrong:
             return problem
+        if self.style == "plain":
+            return f"{problem}\nYour last answer was wrong.{' No attempt is left.' if self._over() else ' Try again.'}"
         return f"{problem}\nNot right{'. No attempt is left.' if self._over() else ', try again.'} Wrong: {self.wrong}"
 
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        return "A box holds 6 eggs, so 7 boxes hold 6 * 7 = 42 eggs.", ("42",)
+
     def rules(self) -> str:
+        if self.style == "plain":
+            retry = f" You have {self.attempts} attempts, and each wrong one halves the reward." * (self.attempts > 1)
+            return (
+                "Solve a problem of mathematics. Your answer is the result alone: a number such as 42 or 3/4, or an"
+                f" expression, without units and words.{retry}"
+            )
         worth = f" A right answer is worth 1, and half as much after each wrong one. {self.attempts} attempts."
         return (
             "Solve the problem. The action is the answer alone: a number such as 42 or 3/4, or an expression, without "

@@ -179,6 +179,11 @@ class SearchQA(TextEnv):
 
     def rules(self) -> str:
         of = "a synthetic encyclopedia" if self.path == EMBEDDED and self.retriever is None else "an encyclopedia"
+        if self.style == "plain":
+            return (
+                f"Answer the question with the help of {of}. There are two actions: search[words] shows the articles that"
+                " fit these words best, and finish[answer] gives your answer, in a few words, and ends the game."
+            )
         return (
             f"Answer the question with the articles of {of}. Actions: search[words] shows the articles that fit best; "
             "finish[answer] answers, in a few words, and ends the episode."
@@ -214,6 +219,9 @@ class SearchQA(TextEnv):
         title = query_of(self.results[0][0]) if self.results else ""
         hasty = f"finish[{title or self.choose(words)[:LONGEST]}]"
         return {"random": random, "hasty": hasty, "astray": f"search[{self.choose(read)[:LONGEST]}]"}
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        return "I need to know first where the writer was born.", ("search[Jane Austen]",)
 
     def thought(self) -> str:
         """Return what the articles have said so far, and what is missing, where that follows from what they said."""

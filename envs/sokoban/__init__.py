@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
+from envs.sentences import DIRECTIONS, PLACES, at_in_words, listed, way_in_words
 from envs.sokoban.rooms import (
     MOVES,
     Room,
@@ -26,6 +27,10 @@ from envs.sokoban.rooms import (
 
 CELLS = ("wall", "floor", "target", "box", "box_on_target", "player", "player_on_target")
 LETTERS = dict(zip("# .$*@+", CELLS, strict=True))  # in levels
+WORDS = dict(
+    zip(CELLS, ("a wall", "floor", "a target", "a box", "a box on a target", "you", "you on a target"), strict=True)
+)
+OPPOSITE = {"Left": "Right", "Right": "Left", "Up": "Down", "Down": "Up"}
 SYMBOLS: dict[str, str] = dict(zip(CELLS, "#_OX*PS", strict=True))  # in observations
 LARGEST = 64  # cells a side
 PATIENCE = 100  # rooms that are looked at for a start of one length
@@ -64,7 +69,7 @@ class Sokoban(TextEnv):
     - `search_depth=None`: moves of RAGEN's backward search, 3 to 10,000; 300 when None; only for "ragen".
     - `reward="dense"`: or "sparse".
     - `deadlock_ends=False`: a deadlock ends the episode.
-    - `observation="neighbours"`: or "coordinates", "grid", "both".
+    - `observation="grid"`: or "coordinates", "both", "neighbours".
     - `symbols=None`: what stands for each kind of cell, by its name in `CELLS`.
     - `separator=" "`: between the cells of a grid.
     - `render_mode=None`: or "ansi", "rgb_array".
@@ -85,7 +90,7 @@ class Sokoban(TextEnv):
         search_depth: int | None = None,
         reward: str = "dense",
         deadlock_ends: bool = False,
-        observation: str = "neighbours",
+        observation: str = "grid",
         symbols: Mapping[str, str] | None = None,
         separator: str = " ",
         render_mode: str | None = None,
@@ -166,26 +171,52 @@ class Sokoban(TextEnv):
     # -- text ------------------------------------------------------------------------------------------------------
 
     def _at(self, cell: int) -> str:
-        return f"{cell // self.side} {cell % self.side}"
+        at = divmod(cell, self.side)
+        return at_in_words(*at) if self.style == "plain" else f"{at[0]} {at[1]}"
 
     def _beside(self, cell: int, letters: str) -> str:
         beside = {direction: letters[cell + self.room.offset(direction)] for direction in MOVES}
+        if self.style == "plain":
+            return listed([f"{WORDS[LETTERS[letter]]} {PLACES[each]}" for each, letter in beside.items()])
         return " ".join(f"{direction} {self.symbols[LETTERS[letter]]}" for direction, letter in beside.items())
 
     def observe(self) -> str:
         room, letters = self.room, "".join(self.room.letters())
+        if self.observation == "grid":
+            return self._grid(self.separator)
+        if self.observation == "neighbours" and self.style == "plain":
+            return "\n".join([f"There is {self._beside(room.player, letters)} you.", *self._boxes_in_words(letters)])
         if self.observation == "neighbours":
             boxes = [f"{self._box(box)} {self._beside(box, letters)}{self._target(box)}" for box in sorted(room.boxes)]
             return " ".join([f"You {self._beside(room.player, letters)}", *boxes])
         inner = [i for i in sorted(room.walls) if {i // self.side, i % self.side}.isdisjoint({0, self.side - 1})]
         lists = {"You": [room.player], "Boxes": room.boxes, "Targets": room.targets, "Walls": inner}
-        coordinates = " ".join(
-            f"{name} {' ; '.join(map(self._at, sorted(cells))) or 'none'}" for name, cells in lists.items()
-        )
-        if self.observation == "coordinates":
-            return coordinates
-        grid = self._grid(self.separator)
-        return grid if self.observation == "grid" else f"{coordinates}\n{grid}"
+        if self.style == "plain":
+            places = {name: listed([self._at(cell) for cell in sorted(cells)]) for name, cells in lists.items()}
+            coordinates = f"You are at {places.pop('You')}." + "".join(
+                f" {name} {'inside the room ' if name == 'Walls' else ''}are at {where}."
+                for name, where in places.items()
+                if where
+            )
+        else:
+            coordinates = " ".join(
+                f"{name} {' ; '.join(map(self._at, sorted(cells))) or 'none'}" for name, cells in lists.items()
+            )
+        return coordinates if self.observation == "coordinates" else f"{coordinates}\n{self._grid(self.separator)}"
+
+    def _boxes_in_words(self, letters: str) -> list[str]:
+        """Return for each box where it is, what is beside it, and where its nearest free target is."""
+        said = []
+        for box in sorted(self.room.boxes):
+            way = way_in_words(self._way(self.room.player, box))
+            target = self._nearest_target(box)
+            goal = (
+                "It is on a target."
+                if target is None
+                else f"Its nearest free target is {way_in_words(target)} from it."
+            )
+            said.append(f"A box is {way} from you. There is {self._beside(box, letters)} it. {goal}")
+        return said
 
     def _grid(self, separator: str) -> str:
         rows = [separator.join(self.symbols[LETTERS[letter]] for letter in row) for row in self.room.letters()]
@@ -197,13 +228,40 @@ class Sokoban(TextEnv):
 
     def _target(self, box: int) -> str:
         """Return where the nearest target is that has no box, from this box; nothing of a box that is on one."""
+        way = self._nearest_target(box)
+        return "" if way is None else f" Target {steps_told(way, MOVES)}"
+
+    def _nearest_target(self, box: int) -> tuple[int, int] | None:
+        """Return the way from a box to its nearest free target; None for a box that is on one, or without any."""
         free = sorted(self.room.targets - self.room.boxes)
         if box in self.room.targets or not free:
-            return ""
-        ways = [self._way(box, target) for target in free]
-        return f" Target {steps_told(min(ways, key=lambda way: abs(way[0]) + abs(way[1])), MOVES)}"
+            return None
+        return min((self._way(box, target) for target in free), key=lambda way: abs(way[0]) + abs(way[1]))
+
+    def _plain_rules(self) -> str:
+        parts = [
+            "You push boxes in a room. Push every box onto a target. To push a box, walk against it: it moves one cell if"
+            " the cell behind it is free. You cannot pull a box or push two at once."
+        ]
+        if self.observation == "neighbours":
+            parts.append("In each turn you learn what is beside you, where each box is, and what is beside it.")
+        elif self.observation != "grid":
+            side = self.side
+            parts.append(
+                f"The room has {side} rows and {side} columns. Rows are counted from the top and columns from the left,"
+                " beginning with 0. The outermost cells are walls."
+            )
+        if self.observation in ("grid", "both"):
+            legend = listed([f"{self.symbols[cell]} is {WORDS[cell]}" for cell in CELLS])
+            parts.append(f"On the map, {legend}.")
+        if self.deadlock_ends:
+            parts.append("A box in a corner that is not a target cannot be moved any more and ends the game.")
+        parts.append(f"The actions are {listed(list(MOVES))}; each moves you by one cell.")
+        return " ".join(parts)
 
     def rules(self) -> str:
+        if self.style == "plain":
+            return self._plain_rules()
         parts = ["Push every box onto a target; you cannot pull."]
         if self.observation == "neighbours":
             parts.append("Box: steps from you. Target: steps from that box to the nearest free target.")
@@ -233,11 +291,9 @@ class Sokoban(TextEnv):
         With several boxes it is about the unplaced box nearest to a free target.
         """
         room = self.room
-        boxes, targets = sorted(room.boxes - room.targets), sorted(room.targets - room.boxes)
-        pairs = [(self._way(box, target), box) for box in boxes for target in targets]
         places: dict[str, int] = {}
-        if pairs:
-            way, box = min(pairs, key=lambda pair: abs(pair[0][0]) + abs(pair[0][1]))
+        if (nearest := self._nearest_box()) is not None:
+            way, box = nearest
             blocked = room.walls | room.boxes
             for direction in _towards(way):
                 step = room.offset(direction)
@@ -254,6 +310,39 @@ class Sokoban(TextEnv):
 
     def _way(self, here: int, there: int) -> tuple[int, int]:
         return there // self.side - here // self.side, there % self.side - here % self.side
+
+    def _nearest_box(self) -> tuple[tuple[int, int], int] | None:
+        """Return the way to its target of the unplaced box that is nearest to one, and the box."""
+        boxes, targets = sorted(self.room.boxes - self.room.targets), sorted(self.room.targets - self.room.boxes)
+        pairs = [(self._way(box, target), box) for box in boxes for target in targets]
+        return min(pairs, key=lambda pair: abs(pair[0][0]) + abs(pair[0][1]), default=None)
+
+    def thought(self) -> str:
+        if self.style == "compact":
+            return super().thought()
+        if (nearest := self._nearest_box()) is None:
+            return "Every box is on a target."
+        way, box = nearest
+        here = way_in_words(self._way(self.room.player, box))
+        said = f"The box is {here} from me. Its target is {way_in_words(way)} from the box."
+        if to := self.cues()["to"]:
+            ready = "push" in self.cues()
+            said += f" I want to push it {DIRECTIONS[to[0]]}"
+            said += ", and I am in the right place." if ready else f", so I must get {PLACES[OPPOSITE[to[0]]]} it."
+        return said
+
+    def thought_of(self, action: str) -> str:
+        """Return where the box and its target are, from where it has to be pushed, and the action."""
+        if self.style == "compact" or action not in MOVES:
+            return self.thought()
+        pushes = self.room.player + self.room.offset(action) in self.room.boxes
+        return f"{self.thought()} I {'push' if pushes else 'go'} {action.lower()}."
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        thought = (
+            "The box is 1 step to the right from me, and its target 2 steps to the right from the box, so I push it."
+        )
+        return thought, ("Right", "Right")
 
     def players(self) -> dict[str, str]:
         """`push` pushes when it happens to stand right; `go` walks to where it should stand, blind to what is in the

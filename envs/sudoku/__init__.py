@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envs.base import TextEnv, known
+from envs.sentences import counted
 from envs.sudoku.puzzles import (
     BOXES,
     EFFORTS,
@@ -81,6 +82,7 @@ class Sudoku(TextEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
     name = "sudoku"
+    action_word = "move"
     actions = None
 
     def __init__(
@@ -210,6 +212,8 @@ class Sudoku(TextEnv):
         size, wrong = self.shape.size, set(self._wrong())
         cells = [f"{value}*" if cell in wrong else value for cell, value in enumerate(self.board)]
         lines = [" ".join(cells[k : k + size]) for k in range(0, size * size, size)]
+        if self.style == "plain":
+            return "\n".join([*lines, *self._plain_remarks()])
         left = candidates(self.shape, self._known())
         if 0 < len(left) <= self.shown:
             fits = [f"{place_digit(size, cell)}: {' '.join(map(str, values(mask)))}" for cell, mask in left.items()]
@@ -217,8 +221,28 @@ class Sudoku(TextEnv):
         lines += [f"Last {self.last}"] if self.last else []
         return "\n".join([*lines, f"Mistakes left {max(0, self.mistakes_left)}"])
 
+    def _plain_remarks(self) -> list[str]:
+        size, left = self.shape.size, candidates(self.shape, self._known())
+        said = []
+        if 0 < len(left) <= self.shown:
+            fits = [f"{place_digit(size, cell)}: {' '.join(map(str, values(mask)))}" for cell, mask in left.items()]
+            said.append(f"Numbers that still fit, as row column: numbers: {'; '.join(fits)}.")
+        said += [f"Your last move was {self.last}."] if self.last else []
+        mistakes = max(0, self.mistakes_left)
+        return [*said, f"You may make {counted(mistakes, 'more mistake')}." if mistakes else "You may make no mistake."]
+
     def rules(self) -> str:
         size, (high, wide) = self.shape.size, self.shape.box
+        if self.style == "plain":
+            wrong = "A wrong number ends the game."
+            if self.mistakes:
+                wrong = f"A * marks a wrong number, which you have to replace; more than {self.mistakes} end the game."
+            return (
+                f"Solve a Sudoku: fill the grid so that every row, every column and every box of {high} rows and {wide}"
+                f" columns has each number from 1 to {size} once. A dot is an empty cell. {wrong} Rows and columns are"
+                " counted from 1 at the top left. A move is a row, a column and a number: 2 3 1 writes 1 into row 2,"
+                " column 3."
+            )
         wrong = "A wrong number ends the game."
         if self.mistakes:
             wrong = f"3* is a wrong number, to be replaced; more than {self.mistakes} of them end the game."
@@ -251,6 +275,9 @@ class Sudoku(TextEnv):
     def expert(self) -> str:
         single = self.next_cell()
         return f"{place_digit(self.shape.size, single.cell)} {single.value}"
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        return "In row 2, column 3 only 1 is left: its row, column and box have all other numbers.", ("2 3 1",)
 
     def thought(self) -> str:
         """Return why the expert's next move is right: `1 2 can only be 2` or `4 fits in its row only at 3 1`."""

@@ -222,6 +222,9 @@ class WebShop(TextEnv):
         missing = [self._click_for(choose_option(self.view, name, value)) for name, value in self._to_choose()]
         return {"right": tuple(right), "missing": tuple(missing)}
 
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        return "I look for a red cotton shirt first.", ("search[red cotton shirt]",)
+
     def thought(self) -> str:
         """Return what each product on the page lacks of what the instruction asks for, as far as the page shows it."""
         view, level = self.view, self.level

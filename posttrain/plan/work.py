@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envs.protocol import Episode, format_response
+from envs.episode import Episode
+from envs.protocol import format_response
 from posttrain.config import DPORun, Source, StarPORun
 from posttrain.rollout import RAISED, most_turns, new_episode
 from posttrain.types import Trajectory

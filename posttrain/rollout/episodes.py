@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 import envs
 from envs import TextEnv
+from envs.episode import Episode
 from envs.process_state import ProcessState, keep_process_state
-from envs.protocol import Episode, Protocol, Turn, thought_span
+from envs.protocol import Protocol, Turn, thought_span
 from posttrain.config import EnvSection, ProtocolSection, StarPORun
 from posttrain.models import Chat
 from posttrain.rollout.engine import open_engine, open_servers

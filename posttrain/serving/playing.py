@@ -17,7 +17,7 @@ from posttrain.types import Completion, UserError, derive_seed, one_line
 
 if TYPE_CHECKING:
     from envs import TextEnv
-    from envs.protocol import Episode
+    from envs.episode import Episode
     from posttrain.serving.generation import Answer, Generator
 
 SPLIT = "test"  # levels that neither training nor the choice of a checkpoint uses
@@ -56,7 +56,8 @@ class PlayedLevel:
     """
 
     def __init__(self, generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, number: int) -> None:
-        from envs.protocol import Episode, Protocol
+        from envs.episode import Episode
+        from envs.protocol import Protocol
         from posttrain.rollout import RAISED, Context, Game
 
         self.generator, self.setting, self.budget = generator, setting, cfg.max_completion_length

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from envs.protocol import Episode
+from envs.episode import Episode
 from posttrain.config import StarPORun
 from posttrain.models import Chat
 from posttrain.rollout import LOOK, RemoteSampler, Sampler

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import set_seed
 
+from envs.episode import Episode
 from envs.process_state import keep_process_state
-from envs.protocol import Episode, Parsed, Protocol, format_response
+from envs.protocol import Parsed, Protocol, format_response
 from posttrain import models, plan
 from posttrain.config import EnvSection, StarPORun, TrainingEnvSection, by_path, command, is_path
 from posttrain.models import Chat, model_card

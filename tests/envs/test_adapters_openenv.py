@@ -39,9 +39,10 @@ import envs
 from envs import base, promises
 from envs.adapters import openenv, openenv_client, openenv_server
 from envs.adapters.openenv_client import ServerError, request_json
+from envs.episode import Episode
 from envs.guard import patient_protocol
 from envs.promises import Subject
-from envs.protocol import Episode, Protocol, format_response
+from envs.protocol import Protocol, format_response
 from posttrain.models.chat import Chat
 from posttrain.rollout.episodes import play, set_up
 

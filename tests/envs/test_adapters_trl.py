@@ -16,7 +16,8 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install -r requirem
 
 import envs
 from envs.adapters.trl import OVER, TRLGame, environment, rows, success
-from envs.protocol import Episode, Protocol
+from envs.episode import Episode
+from envs.protocol import Protocol
 
 CALL = '<tool_call>\n{{"name": "act", "arguments": {}}}\n</tool_call><|im_end|>'
 

@@ -21,7 +21,8 @@ import train_phase2_dpo
 from envs import demos
 from envs.countdown.arithmetic import parse_expression
 from envs.demos import Style
-from envs.protocol import Episode, Protocol, parse
+from envs.episode import Episode
+from envs.protocol import Protocol, parse
 from posttrain.config.data import Source
 from posttrain.config.shared import ModelSection
 from posttrain.data import embedded, reading

@@ -24,8 +24,10 @@ from open_envs import open_or_skip
 import envs
 from envs import CAPABILITIES, TextEnv, base, check, demos, promises
 from envs.base import AnyText, OneOf
+from envs.episode import Episode
 from envs.promises import Subject
-from envs.protocol import Episode, Protocol, format_response, system_text
+from envs.protocol import Protocol, format_response
+from envs.wording import system_text
 
 ROOT = Path(__file__).parents[2]
 

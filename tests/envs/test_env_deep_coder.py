@@ -24,7 +24,8 @@ from envs.deep_coder.environment import Data, DeepCoder
 from envs.deep_coder.rows import Bounds
 from envs.deep_coder.sandbox import Limits, TestOutcome
 from envs.deep_coder.verdict import CodeProblem, program_of, same_output, same_value, short
-from envs.protocol import Episode, Protocol, format_response
+from envs.episode import Episode
+from envs.protocol import Protocol, format_response
 
 TESTS = tuple(verdict.Test(f"{n}\n", f"{2 * n}\n") for n in (1, 2, 3, 4))
 DOUBLE = CodeProblem("Print twice the number.", "", TESTS, public=1, key="double")

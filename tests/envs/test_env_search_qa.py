@@ -20,8 +20,9 @@ import pytest
 
 from envs import SPLITS, demos, make, promises
 from envs.base import split_by_hash
+from envs.episode import Episode
 from envs.promises import Subject
-from envs.protocol import Episode, Protocol, format_response
+from envs.protocol import Protocol, format_response
 from envs.search_qa import LONGEST, HopQuestion, SearchQA, build, library, read_action, scoring, states
 from envs.search_qa.retriever import Retriever, RetrieverError
 from envs.search_qa.synthetic import COUNTS, RELATIONS, Hop, draw_question, encyclopedia

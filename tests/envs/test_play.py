@@ -16,7 +16,8 @@ from tiny_runs import ROOT
 
 import envs
 from envs import check, play
-from envs.protocol import Episode, Protocol
+from envs.episode import Episode
+from envs.protocol import Protocol
 
 
 def played(typed: str, *command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -10,7 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from envs import make
 from envs.demos import demonstrate
-from envs.protocol import Episode, Parsed, Protocol, format_response, parse, system_text
+from envs.episode import Episode
+from envs.protocol import Parsed, Protocol, format_response, parse
+from envs.wording import system_text
 
 ACTIONS = ("Left", "Down", "Right", "Up")
 LAKE = ("SFFF", "FFFF", "FFFF", "FFHG")

@@ -25,8 +25,9 @@ from tiny_runs import python, unheard
 
 import evaluate_model
 from envs import make
+from envs.episode import Episode
 from envs.math_judge import MathJudge
-from envs.protocol import Episode, Protocol
+from envs.protocol import Protocol
 from posttrain import config, metrics
 from posttrain.config.evaluation import EvaluateRun
 from posttrain.config.shared import EnvSection, ProtocolSection

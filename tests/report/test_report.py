@@ -25,7 +25,8 @@ from PIL import Image
 
 import evaluate_model
 from envs import make
-from envs.protocol import Episode, Protocol, format_response
+from envs.episode import Episode
+from envs.protocol import Protocol, format_response
 from posttrain import metrics, report
 from posttrain.evaluation import store
 from posttrain.evaluation.quickstart_goals import goals

@@ -14,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import envs
+from envs.episode import Episode
 from envs.frozen_lake import FrozenLake
-from envs.protocol import Episode, Protocol, thought_span
+from envs.protocol import Protocol, thought_span
 from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.rollout import episodes as rollout

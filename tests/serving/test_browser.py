@@ -18,7 +18,8 @@ import yaml
 from test_report import build_run, hostile_pages
 
 from envs import make
-from envs.protocol import Episode, Protocol, format_response
+from envs.episode import Episode
+from envs.protocol import Protocol, format_response
 from posttrain import report
 from posttrain.report import comparison
 from posttrain.report.page import build_transcripts

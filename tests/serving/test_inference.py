@@ -29,7 +29,8 @@ from transformers import PreTrainedTokenizerFast
 
 import envs
 import inference_with_improved_settings as script
-from envs.protocol import Episode, Protocol
+from envs.episode import Episode
+from envs.protocol import Protocol
 from posttrain import config, metrics
 from posttrain.config.chat import ChatRun
 from posttrain.config.shared import ModelSection

@@ -35,8 +35,9 @@ from tiny_runs import ROOT, python
 
 import envs
 import inference_with_improved_settings as script
+from envs.episode import Episode
 from envs.guard import patient_protocol
-from envs.protocol import Episode, Protocol
+from envs.protocol import Protocol
 from posttrain import config
 from posttrain.config.chat import ChatRun
 from posttrain.config.data import Source

@@ -228,7 +228,7 @@ def test_what_is_neither_a_choice_nor_a_path_is_refused(player: Path, tmp_path: 
 
 
 def test_an_environment_is_played_with_the_parser() -> None:
-    from envs.protocol import Episode
+    from envs.episode import Episode
 
     episode = Episode(envs.make("frozen_lake"), Protocol(parser=PARSER), seed=7)
     assert episode.step("I go <answer>down</answer>").valid and episode.actions == ["Down"]

@@ -37,7 +37,8 @@ def demonstrations(
     """
     import envs
     from envs.demos import Style, default_mix, demonstration, parse_mix
-    from envs.protocol import Episode, Protocol
+    from envs.episode import Episode
+    from envs.protocol import Protocol
 
     style = Style(thought)
     for i in range(n):
