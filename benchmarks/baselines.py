@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
 import envs
-from envs.demos import play_scripted, player_names
+from envs.players import play_scripted, player_names
 from envs.protocol import Protocol
 from posttrain.metrics import wilson
 

@@ -27,10 +27,10 @@ from envs.process_state import keep_process_state
 
 __all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "option", "register"]
 
-_NO_ENVS = (
-    "adapters", "base", "check", "demos", "episode", "hostile", "play", "process_state", "promises", "protocol",
-    "sentences", "wording",
-)  # fmt: skip
+_NO_ENVS = {
+    *("adapters", "base", "check", "demos", "episode", "hostile", "play", "players", "process_state", "promises"),
+    *("protocol", "sentences", "wording"),
+}
 _ADAPTERS = {  # names that `make` knows as well, with options that say whose environment it is
     "openenv": "openenv_client.OpenEnv",
     "reasoning_gym": "reasoning_gym.ReasoningGym",

@@ -220,9 +220,9 @@ class Bandit(TextEnv):
         config = self.config
         if self.style == "plain" and config.pulls > 1:
             return (
-                f"A slot machine has the arms {listed(LETTERS[: config.arms])}. Each arm pays 1 with a chance of its own,"
-                f" else 0. You have {config.pulls} pulls. Win as much as you can, and find the arm with the best chance:"
-                " your last pull must be of that arm. An action is the name of the arm that you pull."
+                f"A slot machine has the arms {listed(LETTERS[: config.arms])}. Each arm pays 1 with a chance of its"
+                f" own, else 0. You have {config.pulls} pulls. Win as much as you can, and find the arm with the best"
+                " chance: your last pull must be of that arm. An action is the name of the arm that you pull."
             )
         if config.pulls == 1:
             return (

@@ -19,9 +19,9 @@ from rich.table import Table
 
 from envs import CAPABILITIES, SPLITS, make, names, option
 from envs.base import NoLevel, known
-from envs.demos import play_scripted
 from envs.episode import Episode
 from envs.hostile import HOSTILE, HOSTILE_TEXTS, meet_hostile_text
+from envs.players import play_scripted
 from envs.promises import LEVELS, SAME, TURNS, Subject, already, broken_promises, env_digest, protocol_for, where_raised
 from envs.web import NoAnswer
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from envs.base import TextEnv
-from envs.demos import next_action, player_names
 from envs.episode import Episode
+from envs.players import next_action, player_names
 from envs.promises import LONG, Subject, where_raised
 from envs.protocol import ACTION_SEP, MAX_PENALISED_TURNS, format_response, parse
 from envs.web import NoAnswer

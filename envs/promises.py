@@ -29,8 +29,8 @@ from gymnasium.utils.env_checker import check_env
 
 from envs import SPLITS, TextEnv, gymnasium_id, make
 from envs.base import NoLevel
-from envs.demos import demonstrate, next_action, play_scripted, player_names
 from envs.episode import Episode
+from envs.players import demonstrate, next_action, play_scripted, player_names
 from envs.protocol import ACTION_SEP, Protocol, format_response, parse
 from envs.web import NoAnswer
 

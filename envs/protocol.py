@@ -41,8 +41,8 @@ class Protocol:
     An environment of free text takes one action a turn, whatever `max_actions_per_turn` says.
     With `force_think` every response begins with `opening`, which the model is given instead of writing it.
     `parser` is the path `module:function` of what takes the place of `parse`, whose parameters and result it has.
-    `style` says which words the model reads (wording.py). With "plain", the Jinja templates `system` and `feedback` take
-    the place of its own, and `example` that of the answer that stands in the system message as an example.
+    `style` says which words the model reads (wording.py). With "plain", the Jinja templates `system` and `feedback`
+    take the place of its own, and `example` that of the answer that stands in the system message as an example.
     """
 
     max_turns: int = 8

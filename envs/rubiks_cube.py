@@ -149,11 +149,11 @@ class RubiksCube(TextEnv):
         if self.style == "plain":
             return (
                 "Solve a Rubik's cube of 2x2x2 pieces: turn its faces until each face has one colour. You see the four"
-                " stickers of each face: the upper row from left to right, then the lower row, as in an unfolded net with"
-                " Up above Front, Down below it, and Left, Front, Right and Back side by side. The colours are W (white),"
-                " R (red), G (green), Y (yellow), O (orange) and B (blue). The actions U, R, F, D, L and B turn the face"
-                " Up, Right, Front, Down, Left or Back a quarter clockwise as seen from outside; the same letter with '"
-                " turns it counterclockwise, as in R'."
+                " stickers of each face: the upper row from left to right, then the lower row, as in an unfolded net"
+                " with Up above Front, Down below it, and Left, Front, Right and Back side by side. The colours are W"
+                " (white), R (red), G (green), Y (yellow), O (orange) and B (blue). The actions U, R, F, D, L and B"
+                " turn the face Up, Right, Front, Down, Left or Back a quarter clockwise as seen from outside; the same"
+                " letter with ' turns it counterclockwise, as in R'."
             )
         return (
             "Solve the 2x2x2 cube: turn faces until each face has one colour. Each face is its four stickers, upper row"

@@ -25,7 +25,7 @@ FEEDBACK = """\
 
 {% endif %}{{ observation }}
 
-{{ left }} {{ question }}"""
+{% if left %}{{ left }} {% endif %}{{ question }}"""
 LONGEST_NAME = 40  # characters of an unknown action that are repeated to the model
 
 
@@ -73,7 +73,7 @@ def user_text(env: TextEnv, protocol: Protocol, view: View) -> str:
         reward=None if past is None else round(past.reward, 6),
         valid=past is None or past.valid,
         observation=view.observation,
-        left=f"You have {left} left.",
+        left=f"You have {left} left." if protocol.max_turns > 1 else "",
         question=_question(env),
         turn=view.turn,
         turns_left=view.turns_left,

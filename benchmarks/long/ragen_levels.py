@@ -333,7 +333,7 @@ def run(out: Path, label: str, seed: int) -> dict[str, Any]:
 def baselines(game: Game) -> dict[str, Any]:
     """What chance and the expert win on the levels that `evaluate` plays, and what the best player would."""
     import envs
-    from envs.demos import play_scripted
+    from envs.players import play_scripted
     from envs.protocol import Protocol
     from posttrain.config.shared import EnvSection
     from posttrain.evaluation.tasks import held_out_levels

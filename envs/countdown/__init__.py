@@ -173,8 +173,8 @@ class Countdown(TextEnv):
         retry = " A wrong answer is told its value, and you may answer again." if self.tries > 1 else ""
         if self.style == "plain":
             return (
-                f"Write an arithmetic expression whose value is the target. Use {use}, with +, -, *, / and brackets, and"
-                f" no other numbers.{' You may answer again after a wrong answer.' if self.tries > 1 else ''}"
+                f"Write an arithmetic expression whose value is the target. Use {use}, with +, -, *, / and brackets,"
+                f" and no other numbers.{' You may answer again after a wrong answer.' if self.tries > 1 else ''}"
             )
         return (
             f"Write an expression whose value is the target. Use {use}, with + - * / and brackets.{retry} The action is"

@@ -15,6 +15,7 @@ from envs.lean.backends import Backend, Unavailable, backend_named, replay_tacti
 from envs.lean.search import fresh, next_tactic
 from envs.lean.terms import FALSE, ProofGoal, two_sides, unfold
 from envs.lean.theorems import MAKERS, TOPICS, Theorem
+from envs.sentences import listed
 from envs.web import LONGEST_WAIT
 
 __all__ = ["Lean", "Unavailable"]
@@ -206,7 +207,7 @@ class Lean(TextEnv):
         told = [f"goal is {_form(goal.target)}"]
         told += [f"{name} is {_form(fact)}" for name, fact in goal.facts.items() if _form(fact) != "a fact"]
         told += ["it is known"] if goal.target in goal.facts.values() else []
-        return ", ".join(told)
+        return ", ".join(told) if self.style == "compact" else f"The {listed(told)}."
 
 
 def _form(formula: tuple[Any, ...]) -> str:

@@ -181,8 +181,8 @@ class SearchQA(TextEnv):
         of = "a synthetic encyclopedia" if self.path == EMBEDDED and self.retriever is None else "an encyclopedia"
         if self.style == "plain":
             return (
-                f"Answer the question with the help of {of}. There are two actions: search[words] shows the articles that"
-                " fit these words best, and finish[answer] gives your answer, in a few words, and ends the game."
+                f"Answer the question with the help of {of}. There are two actions: search[words] shows the articles"
+                " that fit these words best, and finish[answer] gives your answer, in a few words, and ends the game."
             )
         return (
             f"Answer the question with the articles of {of}. Actions: search[words] shows the articles that fit best; "
@@ -229,7 +229,10 @@ class SearchQA(TextEnv):
         said = [clean_article(each.fact) for each in found if each.fact]
         before = self.level.hops if hop is None else self.level.hops[: self.level.hops.index(hop)]
         if all(each in found for each in before):
-            said.append("Enough." if hop is None else f"Missing: {query_of(hop.title)}.")
+            if self.style == "compact":
+                said.append("Enough." if hop is None else f"Missing: {query_of(hop.title)}.")
+            else:
+                said.append("That is enough to answer." if hop is None else f"Next I look up {query_of(hop.title)}.")
         return " ".join(said)
 
 

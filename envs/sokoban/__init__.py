@@ -240,8 +240,8 @@ class Sokoban(TextEnv):
 
     def _plain_rules(self) -> str:
         parts = [
-            "You push boxes in a room. Push every box onto a target. To push a box, walk against it: it moves one cell if"
-            " the cell behind it is free. You cannot pull a box or push two at once."
+            "You push boxes in a room. Push every box onto a target. To push a box, walk against it: it moves one cell"
+            " if the cell behind it is free. You cannot pull a box or push two at once."
         ]
         if self.observation == "neighbours":
             parts.append("In each turn you learn what is beside you, where each box is, and what is beside it.")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envs.base import TextEnv, known
-from envs.sentences import counted
+from envs.sentences import at_in_words, counted
 from envs.sudoku.puzzles import (
     BOXES,
     EFFORTS,
@@ -227,7 +227,7 @@ class Sudoku(TextEnv):
         if 0 < len(left) <= self.shown:
             fits = [f"{place_digit(size, cell)}: {' '.join(map(str, values(mask)))}" for cell, mask in left.items()]
             said.append(f"Numbers that still fit, as row column: numbers: {'; '.join(fits)}.")
-        said += [f"Your last move was {self.last}."] if self.last else []
+        said += [f"Your last move: {self.last}."] if self.last else []
         mistakes = max(0, self.mistakes_left)
         return [*said, f"You may make {counted(mistakes, 'more mistake')}." if mistakes else "You may make no mistake."]
 
@@ -276,12 +276,22 @@ class Sudoku(TextEnv):
         single = self.next_cell()
         return f"{place_digit(self.shape.size, single.cell)} {single.value}"
 
+    def thought_of(self, action: str) -> str:
+        return self.thought() if self.style == "compact" else f"{self.thought()} I write {action}."
+
     def example(self) -> tuple[str, tuple[str, ...]]:
         return "In row 2, column 3 only 1 is left: its row, column and box have all other numbers.", ("2 3 1",)
 
     def thought(self) -> str:
         """Return why the expert's next move is right: `1 2 can only be 2` or `4 fits in its row only at 3 1`."""
-        return self.next_cell().reason
+        single = self.next_cell()
+        if self.style == "compact":
+            return single.reason
+        row, column = divmod(single.cell, self.shape.size)
+        place, words = place_digit(self.shape.size, single.cell), at_in_words(row + 1, column + 1)
+        if single.reason.startswith(place):
+            return f"The cell at {words}{single.reason.removeprefix(place)}."
+        return f"{single.reason.removesuffix(place)}{words}." if single.reason.endswith(place) else f"{single.reason}."
 
     def cues(self) -> dict[str, tuple[str, ...]]:
         """All moves that a `single` proves right."""

@@ -228,10 +228,12 @@ class WebShop(TextEnv):
     def thought(self) -> str:
         """Return what each product on the page lacks of what the instruction asks for, as far as the page shows it."""
         view, level = self.view, self.level
+        plain, wanted = self.style == "plain", ", ".join((*level.attributes, *level.options))
         if view.page == "search":
-            return f"Missing: a product, {', '.join((*level.attributes, *level.options))}."
+            return f"I need a product with {wanted}." if plain else f"Missing: a product, {wanted}."
         if view.page != "results":
-            return f"Missing: {_lacks(self._score(view)) or 'nothing'}."
+            lacking = _lacks(self._score(view)) or "nothing"
+            return f"Still missing: {lacking}." if plain else f"Missing: {lacking}."
         told = []
         for item, scored in self._offers():
             lacking = _lacks(scored._replace(options=()))  # a page of results shows no options
@@ -239,7 +241,8 @@ class WebShop(TextEnv):
                 told.append(f"{self.shop.products[item].asin} {f'lacks {lacking}' if lacking else 'fits so far'}")
             if wins(scored):
                 break
-        return f"{'; '.join(told) or 'Missing: a product'}."
+        nothing = "Nothing on this page fits" if plain else "Missing: a product"
+        return f"{'; '.join(told) or nothing}."
 
     def _offers(self) -> list[tuple[int, Score]]:
         """Return the results of this page, and what each is worth with the best choice of options."""

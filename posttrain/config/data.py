@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from posttrain.config.shared import Field, Section, wrong
+from posttrain.config.shared import Env, Field, Section, wrong
 from posttrain.files import DATA_FILES_IN_WORDS
 
 SFT_KINDS = ("openmathinstruct", "gsm8k", "capybara", "messages", "demonstrations")
@@ -18,7 +18,7 @@ _KIND_OPTIONS: dict[str, dict[str, Any]] = {
     "ultrafeedback": {"min_margin": 0.0},
     "messages": {},
     "preferences": {"min_margin": 0.0},
-    "demonstrations": {"envs": [], "player": None, "thought": "cues"},
+    "demonstrations": {"envs": [], "player": None, "thought": "cues", "style": "plain"},
     "prompts": {},
 }
 # The sets on the Hub that have a kind of their own.
@@ -58,12 +58,15 @@ class Source(Section):
     min_margin: float | None = Field(
         "ultrafeedback, preferences: score_chosen - score_rejected is above it", None, ge=0
     )
-    envs: list[str] | None = Field("demonstrations: names of the environments that are played", None)
+    envs: list[Env] | None = Field(
+        "demonstrations: the environments that are played, each a name or {name, options}", None
+    )
     player: str | None = Field(
         "demonstrations: who plays, `expert` or shares as in `expert:0.9,random:0.1`; null: the expert, in"
         " frozen_lake and sokoban weak scripted policies",
         None,
     )
+    style: Literal["plain", "compact"] | None = Field("demonstrations: the words, as in `protocol.style`", None)
     thought: Literal["cues", "plan", "next_state", "none"] | None = Field(
         "demonstrations: what is thought before an action (docs/environments.md)", None
     )

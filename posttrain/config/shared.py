@@ -172,6 +172,26 @@ class ProtocolSection(Section):
         "MODULE:FUNCTION that finds the actions in an answer; null takes the first well-formed <answer>, as RAGEN does",
         None,
     )
+    style: Literal["plain", "compact"] = Field(
+        "words of rules, states and feedback: sentences for language models, or few tokens for a tiny model that learns"
+        " them from demonstrations",
+        "plain",
+    )
+    system: str | None = Field("Jinja template of the system message; null takes that of envs/wording.py", None)
+    example: str | None = Field("an answer that the system message shows; null takes the environment's own", None)
+    feedback: str | None = Field("Jinja template of the user message before each turn; null as above", None)
+
+    @model_validator(mode="after")
+    def _templates(self) -> ProtocolSection:
+        own = {"system": self.system, "example": self.example, "feedback": self.feedback}
+        if any(own.values()):
+            from envs.protocol import Protocol
+
+            try:
+                Protocol(style=self.style, **own)
+            except ValueError as problem:
+                raise wrong(str(problem)) from None
+        return self
 
 
 Context = Literal["full", "last_k", "single_turn"]

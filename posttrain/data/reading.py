@@ -247,8 +247,9 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
         raise UserError(f"{key}: embedded data has no end: write how many rows, e.g. `rows: 2000`.")
     if source.kind == "demonstrations":
         try:
-            style = {"player": source.player, "thought": source.thought or "cues"}
-            yield from embedded.demonstrations(source.envs or [], source.rows, seed, **style)
+            played = [(env.name, env.options) for env in source.envs or []]
+            how = {"player": source.player, "thought": source.thought or "cues", "style": source.style or "plain"}
+            yield from embedded.demonstrations(played, source.rows, seed, **how)
         except ValueError as error:
             raise UserError(f"{key}.envs: {error}") from error
         except (Exception, SystemExit) as error:  # an environment may raise anything

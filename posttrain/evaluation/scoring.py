@@ -307,7 +307,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
 
     `optimum` is the mean chance of the best possible player. Each of them only where the environment has it.
     """
-    from envs.demos import play_scripted, player_names
+    from envs.players import play_scripted, player_names
     from envs.protocol import Protocol
     from posttrain.rollout import open_env
 

@@ -20,7 +20,7 @@ from envs import promises
 from envs.adapters import base as shared
 from envs.adapters.gymnasium import GymnasiumText
 from envs.adapters.reasoning_gym import UNIQUE, same_answer
-from envs.demos import play_scripted
+from envs.players import play_scripted
 from envs.promises import Subject
 from envs.protocol import Protocol
 

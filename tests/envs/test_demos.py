@@ -20,8 +20,8 @@ import train_phase1_sft
 import train_phase2_dpo
 from envs import demos
 from envs.countdown.arithmetic import parse_expression
-from envs.demos import Style
 from envs.episode import Episode
+from envs.players import Style
 from envs.protocol import Protocol, parse
 from posttrain.config.data import Source
 from posttrain.config.shared import ModelSection

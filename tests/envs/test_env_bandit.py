@@ -11,8 +11,8 @@ import pytest
 
 from envs import SPLITS, make
 from envs.bandit import NAMES, PAIRS, Arm
-from envs.demos import next_action, play_scripted
 from envs.episode import Episode
+from envs.players import next_action, play_scripted
 from envs.protocol import Protocol
 
 MANY: dict[str, Any] = {"arms": 3, "pulls": 10}

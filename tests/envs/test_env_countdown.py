@@ -16,7 +16,7 @@ import pytest
 from envs import SPLITS, hub_sets, make
 from envs.base import NoLevel
 from envs.countdown.arithmetic import DEEPEST, LONGEST, CountdownTask, any_term, find_solution, parse_expression
-from envs.demos import play_scripted
+from envs.players import play_scripted
 from envs.protocol import Protocol
 
 

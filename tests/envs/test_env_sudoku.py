@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from envs import SPLITS, make
-from envs.demos import next_action, play_scripted
+from envs.players import next_action, play_scripted
 from envs.protocol import Protocol
 from envs.sudoku.puzzles import (
     BOXES,

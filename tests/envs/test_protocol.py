@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from envs import make
-from envs.demos import demonstrate
 from envs.episode import Episode
+from envs.players import demonstrate
 from envs.protocol import Parsed, Protocol, format_response, parse
 from envs.wording import system_text
 

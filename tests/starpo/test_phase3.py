@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import envs
 import train_phase3_starpo as phase3
-from envs.demos import demonstrate
+from envs.players import demonstrate
 from envs.protocol import Protocol
 from posttrain import plan
 from posttrain.config.evaluation import EvaluateRun

@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.data.embedded.arithmetic import openmathinstruct
 from posttrain.data.embedded.conversations import capybara
-from posttrain.data.embedded.environments import MIXES, demonstrations
+from posttrain.data.embedded.environments import TOY, TOY_STYLE, demonstrations
 from posttrain.types import derive_seed
 
 VOCABULARY = 1024
@@ -39,10 +39,10 @@ def _texts(seed: int) -> Iterator[str]:
 
     for row in openmathinstruct(2000, seed):
         yield from (row["question"], row["generated_solution"])
-    conversations = [capybara(3000, seed), demonstrations(sorted(MIXES), 600, seed)]
+    conversations = [capybara(3000, seed), demonstrations(TOY, 600, seed, style=TOY_STYLE)]
     for row in itertools.chain.from_iterable(conversations):
         yield from (f"{message['role']}\n{message['content']}" for message in row["messages"])
-    for name in sorted(MIXES):  # not all there are: an environment that is added makes no other tokenizer
+    for name, _ in TOY:  # not all there are: an environment that is added makes no other tokenizer
         actions = envs.make(name).actions or ()
         yield from actions * 2000  # an action begins an answer there and follows a word elsewhere
     yield from [str(number) for number in range(130)] * 400

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from envs.demos import play_scripted, player_names
+from envs.players import play_scripted, player_names
 from envs.process_state import keep_process_state
 from envs.protocol import Protocol
 from posttrain.config import EnvSection, ProtocolSection, StarPORun
