@@ -150,22 +150,29 @@ def rollout(
 ) -> list[list[Trajectory]]:  # fmt: skip
     """Play all groups of a step, with all processes; samples of a group share the level and nothing else.
 
+    Further groups are played while too few have episodes of different rewards, up to `rollout.refill`.
+
     Args:
         joined: the environments of the curriculum (`envs.after`) that are played by now.
         worker: has played this step ahead, where one does.
     """
-    if worker:
-        worker.update_model_version(step - 1)
-        trajectories = worker.take(step)
-    else:
-        episodes, seeds = starpo.levels(cfg, step, joined)
-        trajectories = starpo.play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
-    size = cfg.rollout.num_generations
-    groups = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    for number, group in zip(runtime.parallel.mine(cfg.rollout.groups), groups, strict=True):
-        for trajectory in group:
-            trajectory.group = number
-    return runtime.parallel.gather(groups)
+    wanted, most = cfg.rollout.groups, cfg.rollout.groups + cfg.rollout.refill
+    groups: list[list[Trajectory]] = []
+    while missing := min(wanted - sum(map(starpo.differs, groups)), most - len(groups)):
+        numbers = range(len(groups), len(groups) + missing)
+        if worker:
+            worker.update_model_version(step - 1)
+            trajectories = worker.take(step)
+        else:
+            episodes, seeds = starpo.levels(cfg, step, joined, numbers)
+            trajectories = starpo.play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
+        size = cfg.rollout.num_generations
+        played = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+        for place, group in zip(runtime.parallel.mine(missing), played, strict=True):
+            for trajectory in group:
+                trajectory.group = numbers[place]
+        groups += runtime.parallel.gather(played)
+    return groups
 
 
 # -------------------------------------------------------------------------------------------------- 2. score and filter

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -61,6 +61,15 @@ def canonical(rows: Sequence[str]) -> str:
         images += ["\n".join(turned), "\n".join(row[::-1] for row in turned)]
         turned = ["".join(column) for column in zip(*turned[::-1], strict=True)]
     return min(images)
+
+
+class LateReward(NamedTuple):
+    """The rewards of an episode, computed after it: LateReward(0.9, True, {"math": 1.0, "length": -0.5}, "")."""
+
+    reward: float
+    success: bool
+    parts: dict[str, float]  # what each reward function gave
+    failure: str
 
 
 class NoLevel(ValueError):
@@ -150,6 +159,8 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     action_word: str = "action"  # what its sentences call an action: "expression", "program"
     max_turns: int = 8  # turns of one action in which the expert wins every level: an episode's limit by default
     slow: bool = False  # `step` waits for a sandbox or a server: rollouts step such environments in threads
+    can_be_late: ClassVar[bool] = False  # whether there is a `score`, for many episodes at once
+    late: bool = False  # the last `step` gives no reward, as whoever plays calls `score` afterwards
     deterministic: bool = True  # the next state follows from state and action alone: demonstrations may think ahead
     observable: bool = True  # the observation shows the whole state: demonstrations may tell what comes next
 
@@ -278,6 +289,19 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         None where the levels are too few to hold any out: every split then has them all.
         """
         return split_by_hash(cls.key_of(level))
+
+    def messages(self) -> list[dict[str, str]] | None:
+        """Return the conversation before the first answer, where the environment writes it all itself.
+
+        Its prompts then have no rules, limits and answer format added, and a whole answer is the action. None: they are
+        written by wording.py.
+        """
+        return None
+
+    @classmethod
+    def score(cls, envs: Sequence[TextEnv]) -> list[LateReward | Exception]:
+        """Return the rewards of episodes that are over, for environments whose `late` may be set."""
+        raise NotImplementedError(f"{cls.name} has no score.")
 
     # -- given ------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from envs.base import TextEnv
-from envs.protocol import MAX_PENALISED_TURNS, Message, Past, Protocol, Turn
+from envs.protocol import MAX_PENALISED_TURNS, Message, Parsed, Past, Protocol, Turn
 from envs.wording import View, actions_per_turn, summary_text, system_text, user_text
 
 
@@ -33,10 +33,13 @@ class Episode:
         self.terminated = self.truncated = False
         self.turns = self.invalid_turns = self.malformed_turns = self.effective_actions = 0
         self.actions: list[str] = []
-        self.messages: list[Message] = [
+        own = env.messages()
+        self.own_words = own is not None  # the environment writes all messages itself
+        self.messages: list[Message] = own or [
             {"role": "system", "content": system_text(env, protocol)},
             {"role": "user", "content": user_text(env, protocol, self._view(None))},
         ]
+        self.first_messages = len(self.messages)  # before the first answer
 
     @property
     def done(self) -> bool:
@@ -47,7 +50,10 @@ class Episode:
         if self.done:
             raise RuntimeError("This episode is over: open a new one.")
         self.messages.append({"role": "assistant", "content": response_text})
-        parsed = self.protocol.read(response_text, self.env.actions)
+        if self.own_words:
+            parsed = Parsed([response_text], well_formed=True, invalid=[])
+        else:
+            parsed = self.protocol.read(response_text, self.env.actions)
         valid = bool(parsed.well_formed and parsed.actions and not parsed.invalid)
         reward, observation, before, effective = 0.0, None, len(self.actions), False
         for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:
@@ -77,7 +83,7 @@ class Episode:
         user = None
         if not self.done:
             self.observation = self.env.observe() if observation is None else observation
-            user = user_text(self.env, self.protocol, self._view(past))
+            user = self.observation if self.own_words else user_text(self.env, self.protocol, self._view(past))
             self.messages.append({"role": "user", "content": user})
         return Turn(reward, self.protocol.format_penalty if penalised else 0.0, self.done, valid, user)
 

@@ -54,11 +54,21 @@ def stream_rows(
         )
 
 
+def all_rows(env: str, path: str, rows: int | None, config: str | None, split: str) -> list[dict[str, Any]]:
+    """Return the first `rows` rows of a split with all their columns; ValueError as in `read_rows`."""
+    try:
+        return [dict(row) for row in islice(_open(path, config, split), rows)]
+    except Exception as error:  # `datasets` raises classes of many libraries
+        raise _unreadable(env, f"{path} (split {split})", error) from error
+
+
 def split_names(env: str, path: str, config: str | None = None) -> list[str]:
     """Return what the data set calls its splits; one file is one split, "train"."""
     if _is_file(path):
         return ["train"]
     try:
+        if Path(path).suffix in FILES:
+            raise FileNotFoundError(f"there is no file {path}")
         import datasets
 
         not_too_large(path)
@@ -94,6 +104,8 @@ def _is_file(path: str) -> bool:
 
 
 def _open(path: str, config: str | None, split: str) -> Any:
+    if Path(path).suffix in FILES and not Path(path).exists():
+        raise FileNotFoundError(f"there is no file {path}")
     import datasets
 
     if not _is_file(path):

@@ -137,6 +137,7 @@ class Trajectory:
     zero reward).
     `out_of_context`: that limit was the context, into which the next prompt did not fit.
     `dropped_turns`: earlier turns that no longer fitted into the context.
+    `reward_parts`: what each of several reward functions gave. `unscored`: the environment, until these were called.
     `seed` decides what was sampled, `level_seed` and `noise_seed` what the environment did.
     """
 
@@ -164,6 +165,8 @@ class Trajectory:
     effective_actions: int = 0
     failure: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    unscored: Any = field(default=None, repr=False)
 
     @property
     def turns(self) -> int:

@@ -46,6 +46,13 @@ TrainingEnv = Annotated[TrainingEnvSection, BeforeValidator(env_by_name)]
 class RolloutSection(Section):
     groups: int = Field("levels played in one step", 32, ge=1, le=65536)
     num_generations: int = Field("episodes of each level, which form a group", 8, ge=1, le=65536)
+    refill: int = Field(
+        "further levels that a step may play, until `groups` groups have episodes of different rewards (DAPO's dynamic"
+        " sampling); groups whose rewards are all equal teach nothing",
+        0,
+        ge=0,
+        le=65536,
+    )
     temperature: Temperature = Field("of the rollouts; 1 is the policy itself", 1.0, gt=0)
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
     max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
@@ -85,6 +92,8 @@ class RolloutSection(Section):
         if self.groups * self.num_generations > 2**20:
             episodes = self.groups * self.num_generations
             raise wrong(f"groups times num_generations is {episodes} episodes in a step: at most {2**20}")
+        if self.refill and self.max_staleness:
+            raise wrong("`rollout.refill` looks at a step's rewards before it plays more: leave out `max_staleness`")
         if self.compile and self.engine not in ("auto", "slots"):
             raise wrong("`rollout.compile` is for the slot engine in this process alone: write `rollout.engine: auto`")
         if self.max_completion_length >= self.max_context:

@@ -18,3 +18,4 @@ from .episodes import (
     set_up as set_up,
     thoughts as thoughts,
 )
+from .late_rewards import score_late as score_late

@@ -33,6 +33,7 @@ from posttrain.models import Chat
 from posttrain.rollout.engine import open_engine, open_servers
 from posttrain.rollout.engines.base import Sampler, TurnRequest
 from posttrain.rollout.engines.vllm_server import Policy
+from posttrain.rollout.late_rewards import score_late
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, derive_seed, one_line
 
 RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone
@@ -222,6 +223,7 @@ def play(
 
     tell(begin())
     sampler.converse(enter([waiting.pop() for _ in range(min(slots, len(waiting)))]), params, then)
+    score_late(trajectories)
     return trajectories
 
 
@@ -239,6 +241,7 @@ class Game:
         self.seconds_left = EPISODE_SECONDS
         self.said: list[Completion] = []
         self.coming: list[int] = []  # what stands between the last turn and the next one
+        episode.env.late = episode.env.can_be_late
         self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
         self.trajectory = Trajectory(
             env=episode.env.title,
@@ -256,12 +259,13 @@ class Game:
 
         Its user message may begin with the reward of the turn before, which is no longer in context.
         """
-        system, *others = self.episode.messages
+        *head, question = self.episode.messages[: self.episode.first_messages]
         if self.context.kind == "single_turn":
             told = {"role": "user", "content": self.episode.summary(first)}
-            return self.chat.prompt([system, told]) + self.opening
-        users = [message for message in others if message["role"] == "user"]
-        ids = self.chat.prompt([system, users[first]]) + self.opening
+            return self.chat.prompt([*head, told]) + self.opening
+        later = self.episode.messages[self.episode.first_messages :]
+        users = [question, *(message for message in later if message["role"] == "user")]
+        ids = self.chat.prompt([*head, users[first]]) + self.opening
         for completion, user in zip(self.said[first:], users[first + 1 :], strict=True):
             ids += completion.ids + self.reply(user["content"], completion)
         return ids
@@ -364,6 +368,10 @@ class Game:
         trajectory.effective_actions = episode.effective_actions
         trajectory.failure = episode.failure
         trajectory.messages = list(episode.messages)
+        if episode.own_words and self.said and not self.said[-1].finished:  # an answer that was cut off did not end
+            trajectory.terminated, trajectory.truncated = False, True
+        if episode.env.late and self.said and not trajectory.crashed:
+            trajectory.unscored = episode.env
 
 
 def take_turns(games: Sequence[Game], said: Sequence[Completion]) -> list[bool]:

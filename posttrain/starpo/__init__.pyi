@@ -18,6 +18,7 @@ from .monitoring.episodes import (
     costs as costs,
     describe as describe,
     describe_evaluation as describe_evaluation,
+    differs as differs,
 )
 from .monitoring.monitor import Monitor as Monitor
 from .monitoring.transcripts import due as due

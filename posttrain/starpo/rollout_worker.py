@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from envs.episode import Episode
 from posttrain.config import StarPORun
 from posttrain.models import Chat
-from posttrain.rollout import LOOK, RemoteSampler, Sampler
+from posttrain.rollout import LOOK, RemoteSampler, Sampler, score_late
 from posttrain.starpo.run import play_all
 from posttrain.types import Trajectory
 
@@ -143,6 +143,7 @@ class RolloutWorker:
             step = next(step for step, seeds in self._expected.items() if trajectory.seed in seeds)
             self._steps[step].append(trajectory)
         for step in [step for step, ended in self._steps.items() if len(ended) == len(self._expected[step])]:
+            score_late(self._steps[step])
             by_seed = {trajectory.seed: trajectory for trajectory in self._steps.pop(step)}
             with self._changed:
                 self.rollout_buffer[step] = [by_seed[seed] for seed in self._expected.pop(step)]

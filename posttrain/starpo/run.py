@@ -119,18 +119,24 @@ def environments_of_groups(
     return chosen[len(chosen) - groups :]
 
 
-def levels(cfg: StarPORun, step: int, joined: Sequence[str] = ()) -> tuple[list[Episode | Trajectory], list[int]]:
+def levels(
+    cfg: StarPORun, step: int, joined: Sequence[str] = (), groups: Sequence[int] | None = None
+) -> tuple[list[Episode | Trajectory], list[int]]:
     """Return this process's episodes of a step, in their first state, and the seed of what is sampled in each.
 
-    joined: the environments of the curriculum (`envs.after`) that are played by now.
+    Args:
+        joined: the environments of the curriculum (`envs.after`) that are played by now.
+        groups: their numbers; None for the `rollout.groups` first ones. The environments of later ones are the same in
+            turn.
     """
     envs_G = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
+    numbers = range(len(envs_G)) if groups is None else groups
     episodes, seeds = [], []
-    for group in parallel.mine(len(envs_G)):
+    for group in (numbers[place] for place in parallel.mine(len(numbers))):
         for sample in range(cfg.rollout.num_generations):
             level_seed = derive_seed(cfg.seed, "level", step, group)
             noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
-            episodes.append(new_episode(envs_G[group], cfg.protocol, level_seed, "train", noise_seed))
+            episodes.append(new_episode(envs_G[group % len(envs_G)], cfg.protocol, level_seed, "train", noise_seed))
             seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
     return episodes, seeds
 

@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -125,7 +126,20 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
         out[f"rollout/{env}/kept_groups"] = sum(n in kept for n in numbers)
         for failure, share in failure_shares(own).items():
             out[f"rollout/{env}/{failure}"] = share
+        out |= {f"rollout/{env}/reward_{name}": mean for name, mean in part_means(trajectories, env).items()}
     return out
+
+
+def differs(group: Sequence[Trajectory]) -> bool:
+    """Return whether the episodes of a group have different rewards, crashed ones aside: only these groups teach."""
+    return len({round(t.reward, 10) for t in group if not t.crashed}) > 1
+
+
+def part_means(trajectories: Sequence[Trajectory], env: str) -> dict[str, float]:
+    """Return the mean of what each reward function of an environment gave, over the answers that it applied to."""
+    parts = [t.reward_parts for t in trajectories if t.env == env]
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {name: fmean(each[name] for each in parts if name in each) for name in names}
 
 
 def describe_evaluation(name: str, by_env: dict[str, list[Summary]]) -> dict[str, float]:

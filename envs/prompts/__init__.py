@@ -1,0 +1,211 @@
+"""Can the model answer your prompts?  Rows of a file or of the Hub, and rewards by functions that score answers.
+
+A reward function has the signature of TRL's GRPOTrainer and is called for many answers at once. The model answers in
+its own way: no rules and no answer format are added to a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from envs.base import LateReward, TextEnv, known
+from envs.by_path import by_path
+from envs.hub_sets import EMBEDDED
+from envs.prompts.calls import Answered, call_rewards
+from envs.prompts.rewards import Reward, reward_of
+from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of
+from envs.protocol import Message
+
+__all__ = ["Prompts"]
+
+ON_ERROR = ("skip", "stop")
+
+
+class PromptLevel(NamedTuple):
+    """A row, by its number: PromptLevel(12, key="What is 2 + 3?", home="train")."""
+
+    number: int
+    key: str
+    home: str | None
+
+
+class Prompts(TextEnv):
+    """Answer prompts of your own, scored by reward functions of your own.
+
+    ## Action space
+    Free text: the whole answer, as the model writes it.
+
+    ## Observation space
+    Text: the prompt of a row; in later turns the next user message.
+
+    ## Rewards
+    The weighted sum of `rewards`, at the last turn. A function that raises, hangs, or returns NaN or a wrong number of
+    values gives no reward: the episode has crashed, or the run stops (`on_error`).
+
+    ## Starting state
+    A row of `path`.
+
+    ## Episode end
+    Terminated by the answer to the last user message of the row, or where `reply` returns None. Success: the first of
+    `rewards` gives at least `success`.
+
+    ## Arguments
+    - `path="embedded"`: problems that are generated; or a data set of the Hub, a file or a folder.
+    - `name=None`: the configuration of a data set of the Hub, such as "main".
+    - `rows=None`: rows that are read at most, of each split.
+    - `prompt=None`: the column that holds the prompt, a text or messages; None takes the first of prompt, messages,
+      question, problem, instruction, query and input that is there. Of `messages`, the model answers each user message.
+    - `template=None`: a Jinja template that makes the prompt of the row's columns: "{{ question }} Think first."
+    - `system=None`: a system message before it.
+    - `rewards=("math",)`: names of rewards.py, paths `module:function`, or mappings with `name`, `weight` and options.
+    - `reply=None`: `module:function` that writes the next user message: reply(messages, **columns) -> str or None.
+    - `turns=None`: answers in an episode with `reply`; 4 when None.
+    - `success=1.0`: what the first reward must give at least.
+    - `on_error="skip"`: or "stop".
+    - `timeout=60.0`: seconds that a reward function may take for all answers of a rollout.
+    - `render_mode=None`: or "ansi".
+
+    A data set with the splits train, validation and test keeps them; where one is missing, it is held out of train by
+    hash of the prompt. `info["rewards"]` holds what each function gave.
+    """
+
+    name = "prompts"
+    actions = None
+    action_word = "answer"
+    can_be_late = True
+
+    def __init__(
+        self,
+        path: str = EMBEDDED,
+        config: str | None = None,
+        rows: int | None = None,
+        prompt: str | None = None,
+        template: str | None = None,
+        system: str | None = None,
+        rewards: Sequence[str | Mapping[str, Any]] = ("math",),
+        reply: str | None = None,
+        turns: int | None = None,
+        success: float = 1.0,
+        on_error: str = "skip",
+        timeout: float = 60.0,
+        render_mode: str | None = None,
+    ):
+        if not rewards or isinstance(rewards, str):
+            raise ValueError("prompts needs rewards, a list: rewards: [math], or rewards: [my_module:my_function].")
+        if timeout <= 0 or (rows or 1) < 1 or (turns or 1) < 1:
+            raise ValueError(
+                f"prompts needs timeout > 0, rows >= 1 and turns >= 1, not {timeout:g}, {rows} and {turns}."
+            )
+        if turns is not None and reply is None:
+            raise ValueError("prompts: turns counts the answers of an episode with reply: set reply, or leave it out.")
+        super().__init__(render_mode)
+        self.on_error, self.timeout, self.success_at = known("on_error", on_error, ON_ERROR), timeout, success
+        self.reply = None if reply is None else by_path(reply)
+        self.config = Rows(path, config, rows, prompt, template, system)
+        self.table: Table = table_of(self.config)  # what cannot be read is said at once
+        self.rewards_key = json.dumps(list(rewards), default=dict, sort_keys=True)
+        self.rewards: tuple[Reward, ...] = tuple(reward_of(each, self.table.columns) for each in rewards)
+        self.max_turns = (turns or 4) if self.reply else self.table.most_turns
+
+    @classmethod
+    def draw(cls, config: Rows, rng: np.random.Generator) -> Iterator[PromptLevel]:
+        table = table_of(config)
+        while True:
+            number = int(rng.integers(len(table.rows)))
+            yield PromptLevel(number, table.keys[number], table.homes[number])
+
+    @classmethod
+    def key_of(cls, level: PromptLevel) -> str:
+        return level.key
+
+    @classmethod
+    def split_of(cls, level: PromptLevel) -> str | None:
+        return level.home or super().split_of(level)
+
+    def begin(self, level: PromptLevel) -> None:
+        self.level = level
+        self.row = self.table.rows[level.number]
+        self.conversation: Conversation = conversation_of(self.row, self.config)
+        self.said: list[Message] = list(self.conversation.prompt)
+        self.waiting = list(self.conversation.later)
+        self.over = self.succeeded = False
+
+    def messages(self) -> list[Message]:
+        return list(self.conversation.prompt)
+
+    def observe(self) -> str:
+        return self.said[-1]["content"]
+
+    def rules(self) -> str:
+        return ""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        played, gained, parts = not self.over, 0.0, {}
+        if played:
+            self.said.append({"role": "assistant", "content": action})
+            following = self._next_message()
+            if following is None:
+                self.over = True
+            else:
+                self.said.append({"role": "user", "content": following})
+        if played and self.over and not self.late:
+            (reward,) = self.score([self])
+            if isinstance(reward, Exception):
+                raise reward
+            gained, parts, self.succeeded = reward.reward, reward.parts, reward.success
+        info = {
+            "success": self.succeeded,
+            "action_is_valid": True,
+            "action_is_effective": played,
+            "failure": "" if self.succeeded or not self.over or self.late else "wrong answer",
+            "rewards": parts,
+        }
+        return self.said[-1]["content"], gained, self.over, False, info
+
+    def _next_message(self) -> str | None:
+        if self.reply is None:
+            return self.waiting.pop(0) if self.waiting else None
+        if sum(message["role"] == "assistant" for message in self.answered.said) >= self.max_turns:
+            return None
+        said = self.reply(list(self.said), **self.row)
+        if said is not None and not isinstance(said, str):
+            raise ValueError(f"reply returned {type(said).__name__}; it returns the next user message, or None to end")
+        return said
+
+    @property
+    def answered(self) -> Answered:
+        """What its reward functions are given."""
+        prompt = self.conversation.prompt
+        return Answered(self.conversation.given, self.said[len(prompt) :], self.row, self.level.number)
+
+    @classmethod
+    def score(cls, envs: Sequence[TextEnv]) -> list[LateReward | Exception]:
+        """Return the rewards of episodes that are over; an exception for one whose functions gave none."""
+        scored: dict[int, LateReward | Exception] = {}
+        groups: dict[Any, list[Prompts]] = {}
+        for env in envs:
+            assert isinstance(env, Prompts)
+            groups.setdefault((env.config, env.rewards_key, env.timeout, env.on_error), []).append(env)
+        for members in groups.values():
+            rewards, answered, stop = (
+                members[0].rewards,
+                [env.answered for env in members],
+                members[0].on_error == "stop",
+            )
+            found = call_rewards(rewards, answered, members[0].timeout, stop)
+            for env, parts in zip(members, found, strict=True):
+                if isinstance(parts, Exception):
+                    scored[id(env)] = parts
+                    continue
+                total = sum(reward.weight * parts.get(reward.title, 0.0) for reward in rewards)
+                success = parts.get(rewards[0].title, 0.0) >= env.success_at
+                env.succeeded = success
+                scored[id(env)] = LateReward(total, success, parts, "" if success else "wrong answer")
+        return [scored[id(env)] for env in envs]
+
+    def state_key(self) -> str:
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.said)

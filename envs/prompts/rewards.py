@@ -1,0 +1,224 @@
+"""Which reward functions are there?  Built-in ones by name, your own by path, each with a weight.
+
+rewards:
+  - math                                      # 1 where the answer is that of the column `answer`
+  - {name: length, words: 200, weight: 0.2}
+  - my_module:my_function
+
+Every function has TRL's signature: reward(prompts, completions, **columns) -> list[float | None].
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from threading import Lock
+from typing import Any, NamedTuple
+
+from envs.base import known
+from envs.by_path import by_path
+from envs.math_judge import MathJudge, last_boxed, last_number
+
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MARK = "####"  # before the answer in GSM8K
+THINK_FORMAT = r"<think>(?!.*<think>).*?</think>(?!.*<think>).*\S.*"
+_LOCK = Lock()
+
+
+class Reward(NamedTuple):
+    """A function with its name in metrics and its weight; `names` are the columns it takes, all with `takes_all`."""
+
+    title: str
+    function: Callable[..., Any]
+    weight: float
+    names: tuple[str, ...]
+    takes_all: bool
+
+
+def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
+    """Return the reward that an entry of a config names; ValueError says what is wrong with it.
+
+    Args:
+        given: a name, a path, or a mapping with `name`, `weight` and the options of a built-in function.
+        columns: of the rows.
+    """
+    entry = {"name": given} if isinstance(given, str) else dict(given)
+    name, weight = entry.pop("name", None), entry.pop("weight", 1.0)
+    if not isinstance(name, str) or isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ValueError(f"prompts: {given!r} is not a reward. Write a name, module:function, or {{name, weight}}.")
+    if ":" in name:
+        try:
+            function = by_path(name)
+        except ValueError as problem:
+            raise ValueError(f"prompts: the reward {name} cannot be used: {problem}") from problem.__cause__
+        if not callable(function):
+            raise ValueError(f"prompts: the reward {name} is not a function.")
+        title = name.partition(":")[2]
+    else:
+        function, title = BUILT_IN[known("reward of prompts", name, BUILT_IN)], name
+    if entry:
+        accepted = inspect.signature(function).parameters
+        for option in entry:
+            if option not in accepted:
+                raise ValueError(f"prompts: the reward {name} has no option {option}.")
+        function = partial(function, **entry)
+    return _with_columns(title, function, float(weight), columns)
+
+
+def _with_columns(title: str, function: Callable[..., Any], weight: float, columns: Sequence[str]) -> Reward:
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    needed = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    wanted = [name for name in needed if name not in ("prompts", "completions", *columns)]
+    if wanted or not {"prompts", "completions"} <= {*names, *(("prompts", "completions") if takes_all else ())}:
+        raise ValueError(
+            f"prompts: the reward {title} is called as {title}(prompts, completions, **columns), with the columns"
+            f" {', '.join(columns)}; it has the parameters {inspect.signature(function)}"
+            f"{f', and there is no column {wanted[0]}' if wanted else ''}."
+        )
+    return Reward(title, function, weight, tuple(names), takes_all)
+
+
+def text_of(completion: Any) -> str:
+    """Return what the model wrote last: a completion is a text, or messages."""
+    if isinstance(completion, str):
+        return completion
+    return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
+
+
+# -- built in ----------------------------------------------------------------------------------------------------------
+
+
+def math(
+    prompts: list[Any], completions: list[Any], *, column: str = "answer", **columns: list[Any]
+) -> list[float | None]:
+    r"""Return 1 for an answer that equals the reference, else 0; None where the row has none.
+
+    The answer is what the last \boxed{} holds, else what stands in <answer>, else the last number. The reference is
+    what follows #### in the column, else what its last \boxed{} holds, else all of it.
+    """
+    references = _column(columns, column, "math")
+    return [
+        None if reference is None else float(same_answer(text_of(completion), str(reference)))
+        for completion, reference in zip(completions, references, strict=True)
+    ]
+
+
+def same_answer(text: str, reference: str) -> bool:
+    """Return whether a text gives the answer of a reference solution, by math-verify."""
+    answer = reference.rpartition(MARK)[2].strip() if MARK in reference else last_boxed(reference) or reference.strip()
+    tagged = TAGGED.findall(text)
+    given = last_boxed(text) or (tagged[-1].strip() if tagged else last_number(text))
+    if given is None:
+        return False
+    with _LOCK:
+        return _judge(os.getpid()).equal(given, answer.replace(",", "") if last_number(answer) else answer)
+
+
+@cache
+def _judge(process: int) -> MathJudge:
+    """Return the judge of this process: a fork would share the pipe of its parent's worker."""
+    judge = MathJudge()
+    atexit.register(judge.close)
+    return judge
+
+
+def exact_match(
+    prompts: list[Any], completions: list[Any], *, column: str = "answer", **columns: list[Any]
+) -> list[float | None]:
+    """Return 1 where the answer is the text of the column, case and white space aside; what <answer> holds counts."""
+    references = _column(columns, column, "exact_match")
+    return [
+        None if reference is None else float(_plain(_tagged(text_of(completion))) == _plain(str(reference)))
+        for completion, reference in zip(completions, references, strict=True)
+    ]
+
+
+def _tagged(text: str) -> str:
+    found = TAGGED.findall(text)
+    return found[-1] if found else text
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).rstrip(".")
+
+
+def format(
+    prompts: list[Any], completions: list[Any], *, pattern: str = THINK_FORMAT, **columns: list[Any]
+) -> list[float | None]:
+    """Return 1 where the whole answer matches a regular expression, else 0; the default asks for one thought first."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(compiled.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
+
+
+def length(prompts: list[Any], completions: list[Any], *, words: int = 200, **columns: list[Any]) -> list[float | None]:
+    """Return 0 up to so many words, then falling in a line to -1 at twice as many."""
+    counts = [len(text_of(completion).split()) for completion in completions]
+    return [-min(1.0, max(0.0, (count - words) / words)) for count in counts]
+
+
+def repetition(prompts: list[Any], completions: list[Any], *, n: int = 4, **columns: list[Any]) -> list[float | None]:
+    """Return minus the share of n-grams of words that stood there before."""
+    found: list[float | None] = []
+    for completion in completions:
+        text = text_of(completion).split()
+        grams = Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1))
+        total = sum(grams.values())
+        found.append(-(total - len(grams)) / total if total else 0.0)
+    return found
+
+
+def program_tests(
+    prompts: list[Any],
+    completions: list[Any],
+    *,
+    column: str = "tests",
+    seconds: float = 2.0,
+    memory_mb: int = 1024,
+    **columns: list[Any],
+) -> list[float | None]:
+    """Return the share of tests that the program in the answer passes, in a sandbox.
+
+    The column holds a list of {"input", "output"}, what the program reads and must print; with a column `function`, the
+    arguments and the value of that function as JSON.
+    """
+    from envs.deep_coder.sandbox import Limits, require
+    from envs.deep_coder.verdict import CodeProblem, Test, judge, program_of
+
+    require()
+    all_tests, names = _column(columns, column, "program_tests"), columns.get("function") or [""] * len(completions)
+    found: list[float | None] = []
+    for completion, tests, function in zip(completions, all_tests, names, strict=True):
+        if not tests:
+            found.append(None)
+            continue
+        problem = CodeProblem("", function or "", tuple(Test(each["input"], each["output"]) for each in tests), 0, "")
+        verdict = judge(problem, program_of(text_of(completion)), Limits(seconds, seconds * len(tests), memory_mb))
+        found.append(verdict.passed / len(tests))
+    return found
+
+
+def _column(columns: Mapping[str, list[Any]], name: str, reward: str) -> list[Any]:
+    if name not in columns:
+        raise ValueError(f"there is no column {name}, which {reward} reads; name another with the option column")
+    return columns[name]
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "math": math,
+    "exact_match": exact_match,
+    "format": format,
+    "length": length,
+    "repetition": repetition,
+    "program_tests": program_tests,
+}

@@ -1,0 +1,146 @@
+"""Which rows does `prompts` read, and what is the conversation of a row?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from envs.hub_sets import EMBEDDED, all_rows, split_names
+from envs.protocol import Message, template
+
+COLUMNS = ("prompt", "messages", "question", "problem", "instruction", "query", "input")  # that may hold the prompt
+HOMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
+N_EMBEDDED = 4000
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class Rows(NamedTuple):
+    """Which rows are read, and how a prompt is made: Rows("gsm8k.jsonl", None, None, "question", None, None)."""
+
+    path: str
+    config: str | None
+    rows: int | None
+    prompt: str | None
+    template: str | None
+    system: str | None
+
+
+class Conversation(NamedTuple):
+    """What stands before the first answer, the user messages that follow later answers, and the prompt as it is given
+    to reward functions: a text, or messages."""
+
+    prompt: list[Message]
+    later: list[str]
+    given: str | list[Message]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a source, the text of each prompt, and the split that each belongs to, None to decide by hash."""
+
+    rows: list[dict[str, Any]]
+    keys: list[str]
+    homes: list[str | None]
+    columns: list[str]
+    most_turns: int
+
+
+@lru_cache(maxsize=4)
+def table_of(source: Rows) -> Table:
+    """Return the rows of a source; ValueError, one paragraph, where there are none or one has no prompt."""
+    rows, homes = _embedded() if source.path == EMBEDDED else _read(source)
+    if not rows:
+        raise ValueError(f"prompts: path={source.path} has no rows.")
+    keys, turns = [], 1
+    for number, row in enumerate(rows, 1):
+        try:
+            conversation = conversation_of(row, source)
+        except ValueError as problem:
+            raise ValueError(f"prompts: row {number} of path={source.path}: {problem}") from None
+        keys.append("\n".join([message["content"] for message in conversation.prompt] + conversation.later))
+        turns = max(turns, 1 + len(conversation.later))
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return Table(rows, keys, homes, columns, turns)
+
+
+def _read(source: Rows) -> tuple[list[dict[str, Any]], list[str | None]]:
+    there = split_names("prompts", source.path, source.config)
+    splits = [name for name in there if name in HOMES] or there[:1]
+    own = {HOMES.get(name, "train") for name in splits}
+    rows: list[dict[str, Any]] = []
+    homes: list[str | None] = []
+    for name in splits:
+        read = all_rows("prompts", source.path, source.rows, source.config, name)
+        home = HOMES.get(name, "train")
+        rows += read
+        # what a data set does not hold out itself is held out of its training rows, by hash
+        homes += [None if home == "train" and own == {"train"} else home] * len(read)
+    if own == {"train", "test"}:  # half of the test rows, by number, would be too few: train gives the validation rows
+        homes = [None if home == "train" else home for home in homes]
+    return rows, homes
+
+
+def _embedded() -> tuple[list[dict[str, Any]], list[str | None]]:
+    from envs.metamath_qa.problems import TEMPLATES, Parameters
+
+    rng, kinds, rows = np.random.default_rng(0), list(TEMPLATES), []
+    for number in range(N_EMBEDDED):
+        drawn = TEMPLATES[kinds[number % len(kinds)]](Parameters(rng))
+        question = drawn.questions[int(rng.integers(len(drawn.questions)))]
+        rows.append({"question": question, "answer": drawn.answer, "kind": kinds[number % len(kinds)]})
+    return rows, [None] * len(rows)
+
+
+def conversation_of(row: Mapping[str, Any], source: Rows) -> Conversation:
+    """Return the conversation of a row; ValueError where it has none."""
+    system: list[Message] = [] if source.system is None else [{"role": "system", "content": source.system}]
+    if source.template is not None:
+        text = _filled(source.template, row)
+        return Conversation([*system, {"role": "user", "content": text}], [], text)
+    column = source.prompt or next((name for name in COLUMNS if row.get(name)), None)
+    if column is None or column not in row:
+        named = f'no column "{column}"' if column else f"none of the columns {', '.join(COLUMNS)}"
+        raise ValueError(
+            f"it has {named}, only {', '.join(row)}. Name the column of the prompt, e.g. prompt: question."
+        )
+    value = row[column]
+    if isinstance(value, str) and value.strip():
+        if column == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():
+            value = f"{value}\n\n{row['input']}"  # as Alpaca's rows are read everywhere
+        return Conversation([*system, {"role": "user", "content": value}], [], value)
+    messages = _messages(value, column)
+    later: list[str] = []
+    if column == "messages":  # a whole dialogue: its answers are written anew, its user messages follow them
+        first = next(number for number, message in enumerate(messages) if message["role"] == "user")
+        later = [message["content"] for message in messages[first + 1 :] if message["role"] == "user"]
+        messages = messages[: first + 1]
+    if messages[-1]["role"] != "user":
+        raise ValueError(f"the last message of {column} is not a user's, so there is nothing to answer.")
+    if system and messages[0]["role"] == "system":
+        messages = messages[1:]
+    return Conversation([*system, *messages], later, [*system, *messages])
+
+
+def _messages(value: Any, column: str) -> list[Message]:
+    good = isinstance(value, list) and all(
+        isinstance(m, Mapping) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in value
+    )
+    if not good or not any(message["role"] == "user" for message in value):
+        raise ValueError(f"{column} is neither a text nor a list of messages with role and content: {value!r:.80}.")
+    return [{"role": str(message["role"]), "content": message["content"]} for message in value]
+
+
+def _filled(source: str, row: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        text = template(source).render(row)
+    except TemplateError as error:
+        raise ValueError(f"the template cannot be filled ({error}). The columns are {', '.join(row)}.") from None
+    if not text.strip():
+        raise ValueError("the template gives an empty prompt.")
+    return text

@@ -1,0 +1,31 @@
+"""What if rewards are computed for many answers at once?  After the episodes, by the environment's own `score`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from envs import TextEnv
+from envs.process_state import keep_process_state
+from posttrain.types import Trajectory
+
+
+def score_late(trajectories: Sequence[Trajectory]) -> None:
+    """Give each of these episodes that is without a reward what its environment's `score` says, at its last turn.
+
+    An episode whose score is an exception has crashed, as if its environment had raised.
+    """
+    waiting: dict[type[TextEnv], list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.unscored is not None:
+            waiting.setdefault(type(trajectory.unscored), []).append(trajectory)
+    for env, members in waiting.items():
+        with keep_process_state(members[0].env):
+            scores = env.score([each.unscored for each in members])
+        for trajectory, score in zip(members, scores, strict=True):
+            trajectory.unscored = None
+            if isinstance(score, Exception):
+                trajectory.crashed, trajectory.success = str(score) or type(score).__name__, False
+                continue
+            trajectory.turn_rewards[-1] += score.reward
+            trajectory.success, trajectory.failure = score.success, score.failure
+            trajectory.reward_parts = score.parts
