@@ -26,11 +26,11 @@ ON_ERROR = ("skip", "stop")
 
 
 class PromptLevel(NamedTuple):
-    """A row, by its number: PromptLevel(12, key="What is 2 + 3?", home="train")."""
+    """A row, by its number: PromptLevel(12, key="What is 2 + 3?", split="train")."""
 
     number: int
     key: str
-    home: str | None
+    split: str
 
 
 class Prompts(TextEnv):
@@ -116,15 +116,15 @@ class Prompts(TextEnv):
         table = table_of(config)
         while True:
             number = int(rng.integers(len(table.rows)))
-            yield PromptLevel(number, table.keys[number], table.homes[number])
+            yield PromptLevel(number, table.keys[number], table.splits[number])
 
     @classmethod
     def key_of(cls, level: PromptLevel) -> str:
         return level.key
 
     @classmethod
-    def split_of(cls, level: PromptLevel) -> str | None:
-        return level.home or super().split_of(level)
+    def split_of(cls, level: PromptLevel) -> str:
+        return level.split
 
     def begin(self, level: PromptLevel) -> None:
         self.level = level

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from envs.base import known
 from envs.by_path import by_path
-from envs.math_judge import MathJudge, last_boxed, last_number
+from envs.math_judge import LONGEST_ANSWER, MathJudge, last_boxed, last_number
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MARK = "####"  # before the answer in GSM8K
@@ -104,8 +104,8 @@ def math(
 ) -> list[float | None]:
     r"""Return 1 for an answer that equals the reference, else 0; None where the row has none.
 
-    The answer is what the last \boxed{} holds, else what stands in <answer>, else the last number. The reference is
-    what follows #### in the column, else what its last \boxed{} holds, else all of it.
+    The answer is what the last \boxed{} holds, else what stands in <answer>, else all of it or its last number. The
+    reference is what follows #### in the column, else what its last \boxed{} holds, else all of it.
     """
     references = _column(columns, column, "math")
     return [
@@ -118,11 +118,11 @@ def same_answer(text: str, reference: str) -> bool:
     """Return whether a text gives the answer of a reference solution, by math-verify."""
     answer = reference.rpartition(MARK)[2].strip() if MARK in reference else last_boxed(reference) or reference.strip()
     tagged = TAGGED.findall(text)
-    given = last_boxed(text) or (tagged[-1].strip() if tagged else last_number(text))
-    if given is None:
-        return False
+    boxed = last_boxed(text) or (tagged[-1].strip() if tagged else None)
+    given = [boxed] if boxed else [text.strip(), last_number(text)]  # an answer may be nothing but the result
     with _LOCK:
-        return _judge(os.getpid()).equal(given, answer.replace(",", "") if last_number(answer) else answer)
+        judge = _judge(os.getpid())
+        return any(judge.equal(each, answer) for each in given if each and len(each) <= LONGEST_ANSWER)
 
 
 @cache

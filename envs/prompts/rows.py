@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from envs.base import split_by_hash
 from envs.hub_sets import EMBEDDED, all_rows, split_names
 from envs.protocol import Message, template
 
@@ -40,11 +41,11 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a source, the text of each prompt, and the split that each belongs to, None to decide by hash."""
+    """The rows of a source, the text of each prompt, and the split that each belongs to."""
 
     rows: list[dict[str, Any]]
     keys: list[str]
-    homes: list[str | None]
+    splits: list[str]
     columns: list[str]
     most_turns: int
 
@@ -64,27 +65,28 @@ def table_of(source: Rows) -> Table:
         keys.append("\n".join([message["content"] for message in conversation.prompt] + conversation.later))
         turns = max(turns, 1 + len(conversation.later))
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    return Table(rows, keys, homes, columns, turns)
+    splits = [_home(home, set(homes), key) for home, key in zip(homes, keys, strict=True)]
+    return Table(rows, keys, splits, columns, turns)
 
 
-def _read(source: Rows) -> tuple[list[dict[str, Any]], list[str | None]]:
+def _read(source: Rows) -> tuple[list[dict[str, Any]], list[str]]:
     there = split_names("prompts", source.path, source.config)
-    splits = [name for name in there if name in HOMES] or there[:1]
-    own = {HOMES.get(name, "train") for name in splits}
     rows: list[dict[str, Any]] = []
-    homes: list[str | None] = []
-    for name in splits:
+    homes: list[str] = []
+    for name in [name for name in there if name in HOMES] or there[:1]:
         read = all_rows("prompts", source.path, source.rows, source.config, name)
-        home = HOMES.get(name, "train")
         rows += read
-        # what a data set does not hold out itself is held out of its training rows, by hash
-        homes += [None if home == "train" and own == {"train"} else home] * len(read)
-    if own == {"train", "test"}:  # half of the test rows, by number, would be too few: train gives the validation rows
-        homes = [None if home == "train" else home for home in homes]
+        homes += [HOMES.get(name, "train")] * len(read)
     return rows, homes
 
 
-def _embedded() -> tuple[list[dict[str, Any]], list[str | None]]:
+def _home(home: str, own: Set[str], key: str) -> str:
+    """Return the split of a row: what the data set does not hold out itself is held out of its training rows."""
+    held_out = split_by_hash(key)
+    return held_out if home == "train" and held_out not in own else home
+
+
+def _embedded() -> tuple[list[dict[str, Any]], list[str]]:
     from envs.metamath_qa.problems import TEMPLATES, Parameters
 
     rng, kinds, rows = np.random.default_rng(0), list(TEMPLATES), []
@@ -92,7 +94,7 @@ def _embedded() -> tuple[list[dict[str, Any]], list[str | None]]:
         drawn = TEMPLATES[kinds[number % len(kinds)]](Parameters(rng))
         question = drawn.questions[int(rng.integers(len(drawn.questions)))]
         rows.append({"question": question, "answer": drawn.answer, "kind": kinds[number % len(kinds)]})
-    return rows, [None] * len(rows)
+    return rows, ["train"] * len(rows)
 
 
 def conversation_of(row: Mapping[str, Any], source: Rows) -> Conversation:

@@ -183,12 +183,11 @@ class ProtocolSection(Section):
 
     @model_validator(mode="after")
     def _templates(self) -> ProtocolSection:
-        own = {"system": self.system, "example": self.example, "feedback": self.feedback}
-        if any(own.values()):
+        if (self.system, self.example, self.feedback) != (None, None, None):
             from envs.protocol import Protocol
 
             try:
-                Protocol(style=self.style, **own)
+                Protocol(style=self.style, system=self.system, example=self.example, feedback=self.feedback)
             except ValueError as problem:
                 raise wrong(str(problem)) from None
         return self
