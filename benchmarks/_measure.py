@@ -236,7 +236,7 @@ def rollout_func(cfg: StarPORun, chat: Chat) -> Callable[[list[str], Any], dict[
     from envs.protocol import Protocol
     from posttrain.rollout.episodes import open_env
 
-    protocol = Protocol.of(open_env(cfg.envs[0]), **cfg.protocol.model_dump())
+    protocol = Protocol.of(open_env(cfg.envs[0]), **cfg.protocol.arguments())
     assert not protocol.opening
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:

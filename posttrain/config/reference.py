@@ -23,7 +23,7 @@ _COMMANDS = {
 def config_names() -> list[str]:
     """The reference configs of the scripts: chat, quickstart/phase1_sft, ..."""
     names = (file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.rglob("*.yaml"))
-    return sorted(name for name in names if not name.startswith(("accelerate/", "presets/")))
+    return sorted(name for name in names if not name.startswith(("accelerate/", "presets/", "protocols/")))
 
 
 def reference_name(given: str | Path) -> str | None:

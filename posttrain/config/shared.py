@@ -14,9 +14,10 @@ from pydantic_core import PydanticCustomError
 
 from posttrain.config.reference import CONFIGS
 from posttrain.config.trl_fields import STRICT, unfit
+from posttrain.config.yaml_file import read_yaml
 from posttrain.types import SamplingParams
 
-PRESETS = CONFIGS / "presets"
+PRESETS, PROTOCOLS = CONFIGS / "presets", CONFIGS / "protocols"
 
 
 def Field(description: str, default: Any = ..., **limits: Any) -> Any:
@@ -152,8 +153,11 @@ Env = Annotated[EnvSection, BeforeValidator(env_by_name)]
 
 
 class ProtocolSection(Section):
-    """The arguments of envs.protocol.Protocol.of, name by name (a test compares them)."""
+    """The arguments of envs.protocol.Protocol.of, name by name (a test compares them), and a preset for them."""
 
+    preset: Literal["ragen"] | None = Field(
+        "configs/protocols/NAME.yaml, under the keys written here: ragen is RAGEN's turns, penalties and messages", None
+    )
     max_turns: int | None = Field(
         "turns after which an episode is truncated; null takes each environment's own number", None, ge=1
     )
@@ -180,6 +184,17 @@ class ProtocolSection(Section):
     system: str | None = Field("Jinja template of the system message; null takes that of envs/wording.py", None)
     example: str | None = Field("an answer that the system message shows; null takes the environment's own", None)
     feedback: str | None = Field("Jinja template of the user message before each turn; null as above", None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_under(cls, given: Any) -> Any:
+        preset = given.get("preset") if isinstance(given, dict) else None
+        file = PROTOCOLS / f"{preset}.yaml"
+        return read_yaml(file) | given if isinstance(preset, str) and file.is_file() else given
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `envs.protocol.Protocol.of`."""
+        return self.model_dump(exclude={"preset"})
 
     @model_validator(mode="after")
     def _templates(self) -> ProtocolSection:

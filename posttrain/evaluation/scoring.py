@@ -314,7 +314,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
     suite = cfg.suites.envs
     assert suite is not None
     env = open_env(env_section(cfg, task.part))
-    protocol = Protocol.of(env, **suite.protocol.model_dump())
+    protocol = Protocol.of(env, **suite.protocol.arguments())
     horizon = min(protocol.max_actions, protocol.max_turns * protocol.max_actions_per_turn)
     one_action = dataclasses.replace(protocol, max_turns=horizon)  # scripted policies play one in a turn
     optima: list[float] = []

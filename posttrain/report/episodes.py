@@ -103,7 +103,7 @@ def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[s
     from envs.protocol import Protocol
 
     env = make(stage.name, **stage.options)
-    protocol = Protocol.of(env, **stage.protocol)
+    protocol = Protocol.of(env, **{name: value for name, value in stage.protocol.items() if name != "preset"})
     env.reset(seed=stage.seed, options=stage.reset_options)  # the list of actions may depend on the level
     turns, left = [], list(row["actions"])
     for message in row["messages"]:

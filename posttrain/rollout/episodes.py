@@ -114,7 +114,7 @@ def open_env(section: EnvSection, **more: Any) -> TextEnv:
 
 def most_turns(sections: Sequence[EnvSection], protocol: ProtocolSection) -> int:
     """The turns of the longest episode in any of these environments."""
-    return max(Protocol.of(open_env(section), **protocol.model_dump()).max_turns for section in sections)
+    return max(Protocol.of(open_env(section), **protocol.arguments()).max_turns for section in sections)
 
 
 def set_up(
@@ -134,7 +134,7 @@ def new_episode(
 ) -> Episode | Trajectory:
     """`set_up` of an environment as the config describes it, under the run's limits."""
     env = open_env(section)
-    return set_up(env, Protocol.of(env, **limits.model_dump()), seed, split, noise_seed)
+    return set_up(env, Protocol.of(env, **limits.arguments()), seed, split, noise_seed)
 
 
 def play(

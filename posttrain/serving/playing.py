@@ -63,7 +63,7 @@ class PlayedLevel:
         self.generator, self.setting, self.budget = generator, setting, cfg.max_completion_length
         seed = derive_seed(cfg.seed, env.name, number)
         try:
-            self.episode = Episode(env, Protocol.of(env, **cfg.protocol.model_dump()), seed, SPLIT)
+            self.episode = Episode(env, Protocol.of(env, **cfg.protocol.arguments()), seed, SPLIT)
         except RAISED as error:
             raise UserError(f"{env.name} could not open level {number + 1}: {one_line(error)}") from error
         context = Context(cfg.context, cfg.context_turns, generator.context)

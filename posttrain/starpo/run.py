@@ -165,7 +165,7 @@ def check_functions(cfg: StarPORun) -> None:
             env = open_env(section)
             with keep_process_state(env.title):
                 env.reset(seed=0)
-            check_parser(cfg.protocol.parser, Protocol.of(env, **cfg.protocol.model_dump()), env.actions)
+            check_parser(cfg.protocol.parser, Protocol.of(env, **cfg.protocol.arguments()), env.actions)
 
 
 def check_parser(path: str, protocol: Protocol, listed: Sequence[str] | None) -> None:

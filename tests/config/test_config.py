@@ -269,10 +269,10 @@ def test_every_section_is_strict():
 
 def test_the_protocol_section_is_the_protocol():
     env = envs.make("frozen_lake")
-    assert Protocol.of(env, **config.ProtocolSection().model_dump()) == Protocol.of(env) == Protocol()
+    assert Protocol.of(env, **config.ProtocolSection().arguments()) == Protocol.of(env) == Protocol()
     written = Protocol(max_turns=3, max_actions_per_turn=2, max_actions=5, think=False, format_penalty=-1.0)
     section = config.ProtocolSection.model_validate(dataclasses.asdict(written))
-    assert Protocol.of(env, **section.model_dump()) == written
+    assert Protocol.of(env, **section.arguments()) == written
 
 
 def test_an_episode_takes_its_limits_from_the_environment_where_the_config_has_none():

@@ -935,7 +935,7 @@ def test_players_stand_beside_the_model_on_the_same_levels(
             len({game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in task.items}) == 60
         )
         # an episode through the protocol goes the same way
-        protocol = Protocol.of(game, **cfg.suites.envs.protocol.model_dump())
+        protocol = Protocol.of(game, **cfg.suites.envs.protocol.arguments())
         wins = 0
         for item in task.items:
             episode = Episode(make(name), protocol, item["seed"], "test")

@@ -163,7 +163,7 @@ def test_the_episodes_of_trl_are_ours(rollout, tiny_chat):
                 self.append(handle, new)
             return [Completion(new, [0.0] * len(new), new[-1] == tiny_chat.stop_id) for new in new_BN]
 
-    protocol = Protocol.of(envs.make("frozen_lake"), **cfg.protocol.model_dump())
+    protocol = Protocol.of(envs.make("frozen_lake"), **cfg.protocol.arguments())
     episodes = [set_up(envs.make("frozen_lake"), protocol, level, "train") for level in levels]
     ours = play(Player(None, [], 0), tiny_chat, episodes, SamplingParams(40), [0] * 40)
     trainer = SimpleNamespace(

@@ -97,7 +97,7 @@ def _said(name: str, task: Any, item: Record, rng: random.Random) -> Record:
 
 
 def _episode(cfg: Any, name: str, task: Any, item: Record, rng: random.Random) -> Record:
-    protocol = Protocol.of(make(task.part), **cfg.suites.envs.protocol.model_dump())
+    protocol = Protocol.of(make(task.part), **cfg.suites.envs.protocol.arguments())
     episode = Episode(make(task.part), protocol, item["seed"], cfg.suites.envs.split)
     paid, penalties = list[float](), list[float]()
     while not episode.done:

@@ -199,7 +199,7 @@ def scripted_returns(section: EnvSection, limits: ProtocolSection, episodes: int
     with contextlib.suppress(*RAISED), keep_process_state(section.title):
         env = open_env(section)
         env.reset(seed=0)
-        protocol = Protocol.of(env, **limits.model_dump())
+        protocol = Protocol.of(env, **limits.arguments())
         for player in player_names(env):
             for seed in range(episodes):
                 with contextlib.suppress(*RAISED):
