@@ -7,6 +7,8 @@ from collections.abc import Sequence
 DIRECTIONS = {"Left": "to the left", "Right": "to the right", "Up": "up", "Down": "down"}
 PLACES = {"Left": "to the left of", "Right": "to the right of", "Up": "above", "Down": "below"}
 
+SIDES = {"Left": "on the left", "Right": "on the right", "Up": "above", "Down": "below"}
+
 
 def listed(names: Sequence[str], last: str = "and") -> str:
     """Return names as a sentence lists them.

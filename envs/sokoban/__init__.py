@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
-from envs.sentences import DIRECTIONS, PLACES, at_in_words, listed, way_in_words
+from envs.sentences import DIRECTIONS, PLACES, SIDES, at_in_words, listed, way_in_words
 from envs.sokoban.rooms import (
     MOVES,
     Room,
@@ -177,7 +177,7 @@ class Sokoban(TextEnv):
     def _beside(self, cell: int, letters: str) -> str:
         beside = {direction: letters[cell + self.room.offset(direction)] for direction in MOVES}
         if self.style == "plain":
-            return listed([f"{WORDS[LETTERS[letter]]} {PLACES[each]}" for each, letter in beside.items()])
+            return listed([f"{WORDS[LETTERS[letter]]} {SIDES[each]}" for each, letter in beside.items()])
         return " ".join(f"{direction} {self.symbols[LETTERS[letter]]}" for direction, letter in beside.items())
 
     def observe(self) -> str:
@@ -185,7 +185,7 @@ class Sokoban(TextEnv):
         if self.observation == "grid":
             return self._grid(self.separator)
         if self.observation == "neighbours" and self.style == "plain":
-            return "\n".join([f"There is {self._beside(room.player, letters)} you.", *self._boxes_in_words(letters)])
+            return "\n".join([f"Around you: {self._beside(room.player, letters)}.", *self._boxes_in_words(letters)])
         if self.observation == "neighbours":
             boxes = [f"{self._box(box)} {self._beside(box, letters)}{self._target(box)}" for box in sorted(room.boxes)]
             return " ".join([f"You {self._beside(room.player, letters)}", *boxes])
@@ -215,7 +215,7 @@ class Sokoban(TextEnv):
                 if target is None
                 else f"Its nearest free target is {way_in_words(target)} from it."
             )
-            said.append(f"A box is {way} from you. There is {self._beside(box, letters)} it. {goal}")
+            said.append(f"A box is {way} from you. Around it: {self._beside(box, letters)}. {goal}")
         return said
 
     def _grid(self, separator: str) -> str:
