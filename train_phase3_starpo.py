@@ -4,6 +4,7 @@
     python train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml --resume
     torchrun --nproc_per_node 8 train_phase3_starpo.py                       the same run on eight
     python train_phase3_starpo.py --plan                                     memory, hours, cost; nothing runs
+    python train_phase3_starpo.py --advise                                   is it worth training from this model?
 
 One step of StarPO (arXiv 2504.20073), as `main` calls it:
     rollout            play `groups` levels `num_generations` times each
@@ -19,7 +20,9 @@ another, G groups, D the width of the model's last states. The formulas are in p
 
 from __future__ import annotations
 
+import argparse
 import math
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,9 +69,11 @@ class Evaluation(NamedTuple):
 
 def main(argv: list[str] | None = None) -> None:
     """Train as the config says. argv: the words of the command line; None takes those of this process."""
-    cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, training_flags, __doc__)
+    cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, flags, __doc__)
     if args.plan is not None:
         return plan.show(cfg, args.plan, args.config)
+    if args.advise:
+        return advise(cfg)
     runlog.keep_private(Path(cfg.output_dir))
 
     setup = starpo.set_up(cfg, resume=args.resume, data_sets=evaluation.hub_sets(cfg.evaluation.suites))
@@ -332,6 +337,47 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     if better and not broken:
         state.best_step, state.best_success, state.best_won = step, metrics["evaluation/success"], result.won
         starpo.run_state.save(Path(cfg.output_dir) / f"best-{step}", learner, parts.chat, state)
+
+
+# ------------------------------------------------------------------------------------------------------------ 6. advise
+def flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of all phases, and this one's own."""
+    training_flags(parser)
+    parser.add_argument("--advise", action="store_true", help="play validation levels, say what follows, train nothing")
+
+
+def advise(cfg: StarPORun) -> None:
+    """Print what the policy does before the first step, and whether training can gain from there; nothing is kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        setup = starpo.set_up(cfg.model_copy(update={"output_dir": folder}), resume=False, data_sets=[])
+        cfg = setup.cfg
+        model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
+        learner = starpo.make_learner(cfg, model, chat)
+        sampler, starts, count = learner.open_sampler(chat), [], starpo.ANSWERS
+        for env in cfg.envs:
+            levels = evaluation.held_out_levels(env, "validation", starpo.LEVELS)
+            own = [(level, sample) for level in levels for sample in range(count)]
+            own = [own[place] for place in runtime.parallel.mine(len(own))]
+            seeds = [derive_seed(cfg.seed, "advice", level, sample) for level, sample in own]
+            begun = [
+                rollouts.new_episode(env, cfg.protocol, level, "validation", noise_seed=seed)
+                for (level, _), seed in zip(own, seeds, strict=True)
+            ]
+            with learner.sampling(), models.no_bars():
+                played = starpo.play_all(cfg, sampler, chat, begun, cfg.rollout.temperature, seeds)
+            starpo.refuse_crashed_evaluation(env, played)
+            entropies = learner.mean_entropies([t for t in played if not t.crashed and t.tokens])
+            everything = runtime.parallel.gather(played)
+            groups = [everything[start : start + count] for start in range(0, len(everything), count)]
+            starts.append(starpo.Start.of(env.title, groups, entropies.tolist()))
+        started_at = time.perf_counter()
+        with learner.sampling(), models.no_bars():
+            groups = rollout(cfg, sampler, chat, 1)
+        scored = score_and_filter(cfg, groups, learner)
+        if scored.kept:
+            update(cfg, learner, collect(cfg, learner, groups, scored), 1)
+        seconds = time.perf_counter() - started_at
+        runlog.say(starpo.advice(cfg, starts, model.num_parameters(), seconds))
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ class Bandit(TextEnv):
     """
 
     name = "bandit"
+    harder, easier = "arms: 4, pulls: 10, gap: 0.1", "gap: 0.4"
     actions = tuple(SPLIT_OF)  # `begin` sets those of the level
     deterministic = False
     observable = False  # what the arms pay on average

@@ -157,6 +157,8 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     label: str = ""  # what figures call it where that is not its name, for a run that plays it twice
     style: str = "plain"  # of rules, observations and thoughts: sentences, or "compact"; an episode sets its protocol's
     action_word: str = "action"  # what its sentences call an action: "expression", "program"
+    harder: str = ""  # options that make its levels harder, for advice: "size: 6, slippery: true"
+    easier: str = ""
     max_turns: int = 8  # turns of one action in which the expert wins every level: an episode's limit by default
     slow: bool = False  # `step` waits for a sandbox or a server: rollouts step such environments in threads
     can_be_late: ClassVar[bool] = False  # whether there is a `score`, for many episodes at once

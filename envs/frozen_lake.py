@@ -68,6 +68,7 @@ class FrozenLake(TextEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
     name = "frozen_lake"
+    harder, easier = "size: 6, slippery: true, distribution: ragen", "size: 3, observation: neighbours"
     actions = tuple(MOVES)
 
     def __init__(

@@ -65,6 +65,7 @@ class Game2048(TextEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
     name = "game_2048"
+    harder, easier = "target: 128", "target: 16"
     actions = MOVES
     deterministic = False
 

@@ -83,6 +83,7 @@ class RubiksCube(TextEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
     name = "rubiks_cube"
+    harder, easier = "max_length: 6", "max_length: 1"
     actions = MOVES
 
     def __init__(self, min_length: int = 1, max_length: int = 4, rotate: bool = False, render_mode: str | None = None):

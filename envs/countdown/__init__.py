@@ -70,6 +70,7 @@ class Countdown(TextEnv):
     """
 
     name = "countdown"
+    harder, easier = "max_numbers: 5", "max_numbers: 3, max_number: 20"
     action_word = "expression"
     actions = None
 

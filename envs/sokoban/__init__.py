@@ -77,6 +77,7 @@ class Sokoban(TextEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
     name = "sokoban"
+    harder, easier = "boxes: 2, max_length: 8, distribution: ragen", "max_length: 2, observation: neighbours"
     actions = tuple(MOVES)
 
     def __init__(

@@ -82,6 +82,7 @@ class Sudoku(TextEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
     name = "sudoku"
+    harder, easier = "size: 6, min_clues: 5", "min_clues: 11, max_clues: 13"
     action_word = "move"
     actions = None
 

@@ -1,5 +1,6 @@
 from . import advantages as advantages, filters as filters, losses as losses, run_state as run_state
 from .advantages import grpo as grpo
+from .advice import ANSWERS as ANSWERS, LEVELS as LEVELS, Start as Start, advice as advice
 from .distillation import Distillation as Distillation
 from .estimators import Earned as Earned, estimate as estimate
 from .experience import Batch as Batch, Experience as Experience, Measured as Measured, Scored as Scored

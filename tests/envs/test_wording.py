@@ -115,8 +115,8 @@ def test_a_room_in_words() -> None:
     env.begin(("######", "#    #", "# @$.#", "#    #", "#    #", "######"))
     assert env.observe() == (
         "Around you: floor on the left, floor below, a box on the right and floor above.\n"
-        "A box is 1 step to the right from you. Around it: you on the left, floor below, a target on the right and floor"
-        " above. Its nearest free target is 1 step to the right from it."
+        "A box is 1 step to the right from you. Around it: you on the left, floor below, a target on the right and"
+        " floor above. Its nearest free target is 1 step to the right from it."
     )
     assert env.thought_of("Right") == (
         "The box is 1 step to the right from me. Its target is 1 step to the right from the box."

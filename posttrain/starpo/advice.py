@@ -1,0 +1,146 @@
+"""Is it worth training from here?  What the policy does before the first step, and what follows from it.
+
+A group of episodes teaches only where their rewards differ. So a start is measured by many answers to each of some
+held-out levels: how often the first one succeeds, how often one of them does, and how many groups differ at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from envs import TextEnv
+from posttrain.config import StarPORun
+from posttrain.metrics import pass_at
+from posttrain.rollout import open_env
+from posttrain.starpo.monitoring.episodes import differs
+from posttrain.types import Trajectory
+
+LEVELS, ANSWERS = 64, 16  # validation levels of each environment, and episodes of each
+SATURATED = 0.9  # of pass@1: the signal falls with p (1 - p)
+HOPELESS = 0.1  # of pass@16: then nine levels in ten have no success to learn from
+UNREADABLE = 0.3  # of turns whose format or action is invalid
+CUT_OFF = 0.2  # of answers
+COLD = 0.2  # nats a token: below it, RL explored little in published runs (arXiv 2606.18487)
+GAIN = 0.05  # of success, whose time to be seen is computed
+LARGE = 1e8  # parameters from which published rates hold
+FASTEST = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}  # of such models; above, published runs diverged
+
+
+class Start(NamedTuple):
+    """What a policy does in an environment before it is trained: Start("sokoban", .2, .7, 16, .6, .5, .1, .0, .3).
+
+    pass_1, pass_k: the chance that one, or one of k, episodes of a level succeeds. differ: the share of groups whose
+    rewards differ. entropy: nats a token. invalid, unfinished: shares of turns. spread: the standard deviation of the
+    groups' success.
+    """
+
+    env: str
+    pass_1: float
+    pass_k: float
+    k: int
+    differ: float
+    entropy: float
+    invalid: float
+    unfinished: float
+    spread: float
+
+    @classmethod
+    def of(cls, env: str, groups: Sequence[Sequence[Trajectory]], entropies: Sequence[float]) -> Start:
+        """Measure an environment's groups, all of one size; `entropies` are those of its episodes."""
+        size = len(groups[0])
+        won = [sum(t.success for t in group) for group in groups]
+        turns = max(1, sum(t.turns for group in groups for t in group))
+        return cls(
+            env=env,
+            pass_1=fmean(won) / size,
+            pass_k=fmean(pass_at(size, size, each) for each in won),
+            k=size,
+            differ=fmean(differs(group) for group in groups),
+            entropy=fmean(entropies) if entropies else 0.0,
+            invalid=sum(t.invalid_turns for group in groups for t in group) / turns,
+            unfinished=sum(t.unfinished_turns for group in groups for t in group) / turns,
+            spread=stdev(each / size for each in won) if len(won) > 1 else 0.0,
+        )
+
+    def figures(self) -> str:
+        """Return the figures in a line."""
+        return (
+            f"{self.env}: pass@1 {self.pass_1:.0%}, pass@{self.k} {self.pass_k:.0%}, groups that differ"
+            f" {self.differ:.0%}, entropy {self.entropy:.2f} nats a token, invalid turns {self.invalid:.0%}, cut-off"
+            f" answers {self.unfinished:.0%}"
+        )
+
+
+def verdicts(start: Start, env: TextEnv, answer_tokens: int) -> list[str]:
+    """Return what follows from a start, a sentence or two for each finding; at least one.
+
+    Args:
+        answer_tokens: `rollout.max_completion_length`.
+    """
+    found: list[str] = []
+    if start.unfinished > CUT_OFF:
+        found.append(
+            f"Answers are cut off: raise rollout.max_completion_length (now {answer_tokens}), or ask for shorter ones."
+        )
+    if start.invalid > UNREADABLE:
+        found.append(
+            "The answer format is not learnt: show it (protocol.example), begin it (protocol.force_think: true), or"
+            " train phase 1 on a few hundred demonstrations (posttrain env demos)."
+        )
+    if start.pass_1 > SATURATED:
+        harder = f": {env.harder}" if env.harder else ""
+        found.append(
+            f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder levels{harder}, or fewer"
+            " demonstrations before."
+        )
+    elif start.pass_k < HOPELESS:
+        easier = f" ({env.easier})" if env.easier else ""
+        found.append(
+            f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the levels. First demonstrations"
+            f" (posttrain env demos, then phase 1), a clearer prompt (protocol.system), or easier levels{easier}."
+        )
+    if start.entropy < COLD and start.pass_1 <= SATURATED:
+        found.append(
+            "The entropy is low, so episodes of a level resemble each other: fewer epochs or rows of imitation, or"
+            " a higher rollout.temperature."
+        )
+    if not found:
+        found.append(f"A good start: {start.differ:.0%} of the groups teach.")
+    return found
+
+
+def rate_warning(cfg: StarPORun, parameters: int) -> str:
+    """Return what to say about the learning rate; empty where it is within what is known to be stable."""
+    rate, most = cfg.trainer.learning_rate, FASTEST[cfg.model.tuning]
+    if rate is None or rate <= most or parameters < LARGE:
+        return ""
+    return (
+        f"trainer.learning_rate {rate:g} is above what published runs of models of this size found stable with"
+        f" model.tuning {cfg.model.tuning} ({most:g})."
+    )
+
+
+def steps_to_see(spread: float, groups: int) -> int:
+    """Return over how many steps success has to be averaged, before and after, to see a gain of `GAIN` at 95 %."""
+    error = spread / math.sqrt(groups)
+    return max(1, math.ceil(2 * (1.96 * error / GAIN) ** 2))
+
+
+def advice(cfg: StarPORun, starts: Sequence[Start], parameters: int, seconds: float) -> str:
+    """Return all of it as text. seconds: that a step takes."""
+    lines: list[str] = []
+    for section, start in zip(cfg.envs, starts, strict=True):
+        lines.append(start.figures())
+        lines += [f"  {each}" for each in verdicts(start, open_env(section), cfg.rollout.max_completion_length)]
+    lines += [text] if (text := rate_warning(cfg, parameters)) else []
+    if seconds:
+        steps = max(steps_to_see(start.spread, cfg.rollout.groups) for start in starts)
+        hours = cfg.trainer.max_steps * seconds / 3600
+        lines.append(
+            f"A step takes {seconds:.0f} s, all {cfg.trainer.max_steps} take {hours:.1f} h."
+            f" A gain of {GAIN:.0%} is seen in the mean of {steps} steps of {cfg.rollout.groups} groups."
+        )
+    return "\n".join(lines)
