@@ -449,7 +449,7 @@ def test_the_cause_of_a_fallback_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(model.model, "forward", fail)
         both = "its self-test raised TypeError: past_key_values has no layers"
-        with pytest.raises(UserError, match=rf"by replaying its history: {both}\. Nor is there another way: {both}"):
+        with pytest.raises(UserError, match=rf"by replaying its history: {both}\. It cannot .* either: {both}"):
             open_engine(model, [STOP], PAD, "auto")
         with pytest.raises(UserError, match=r"engine=slots .* raised TypeError"):
             open_engine(model, [STOP], PAD, "slots")
@@ -479,5 +479,5 @@ def test_weights_that_are_no_numbers_are_not_blamed_on_the_architecture() -> Non
     model = build("llama")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
-    with pytest.raises(UserError, match=r"no numbers \(NaN\).* weights are damaged"):
+    with pytest.raises(UserError, match=r"not numbers \(NaN\).* weights are damaged"):
         open_engine(model, [STOP], PAD, "auto")

@@ -373,7 +373,7 @@ def test_an_answer_that_cannot_be_learned_from_loses_its_server(
             ([5], [0.5], "nan, infinite or above 0"),
             ([5, 6], [-1.0], "has 2 tokens and 1 log-probs"),
             ([], [], "has 0 tokens"),
-            (None, [-1.0], "its answer is none"),
+            (None, [-1.0], "its answer is malformed"),
         ]:
             told = {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]}
             monkeypatch.setattr(servers[0], "complete", lambda given, told=told: told)

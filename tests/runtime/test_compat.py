@@ -63,12 +63,12 @@ SMALL: dict[str, Any] = dict(
     vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-# in other files: posttrain/rollout/engine.py looks into our own engine, envs/adapters/trl.py into its own environment
-# (public methods are tools there), and OpenEnv's client is no matter of compat.py, since envs/ imports no posttrain
+# in other files: envs/adapters/trl.py looks into its own environment (public methods are tools there), and OpenEnv's
+# client is no matter of compat.py, since envs/ imports no posttrain
 # and what a copy of posttrain/models/convgpt.py, beside the weights, cannot import from compat
 # and gradio's queue, which only the chat in the browser has, and the compiler, which only compiled.py asks
 EXCEPTIONS = (
-    "sampler._ids", "game._episode", "getattr(client, '_ws', None)", "self.config._attn_implementation", "page._queue",
+    "game._episode", "getattr(client, '_ws', None)", "self.config._attn_implementation", "page._queue",
     "torch._dynamo",
 )  # fmt: skip
 # of our own classes, of the standard library, and what transformers asks a model's class for

@@ -1,6 +1,6 @@
-"""What if a model has no standard KV cache?  Replay the whole conversation each turn through `model.generate`.
+"""What if a model has no standard KV cache?  `model.generate` reads the whole conversation again for each turn.
 
-Slower than the slot engine by a factor that grows with the turns, but it works for every architecture that generates.
+Slower than the slot engine by a factor that grows with the turns, but it works for every model with `generate`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from posttrain.types import Completion, SamplingParams
 
 
 class _OurDraw(LogitsProcessor):
-    """Draws the token itself and leaves `generate` (run greedily) no other choice."""
+    """Draws each token with `sample_tokens` and masks all others, so that greedy `generate` takes it."""
 
     def __init__(self, params: SamplingParams, seeds_B: torch.Tensor, padding: list[int]) -> None:
         self.params, self.seeds_B, self.padding = params, seeds_B, padding
@@ -39,7 +39,7 @@ class _OurDraw(LogitsProcessor):
 
 
 class ReplaySampler(Histories):
-    """Keeps token ids only; every turn prefills the whole left-padded history with a fresh cache."""
+    """Keeps token ids only; each turn prefills the whole history, padded on the left, into a new cache."""
 
     def __init__(self, model: Any, stop_ids: Sequence[int], pad_id: int) -> None:
         super().__init__()
