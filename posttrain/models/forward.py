@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from posttrain.runtime import CacheLayer, chunked_logprobs, compat
 
@@ -87,6 +87,11 @@ def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tens
         dtype = torch.get_autocast_dtype(device.type)
     hidden = -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min
     return torch.zeros(sees_B1QK.shape, dtype=dtype, device=device).masked_fill_(~sees_B1QK, hidden)
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the config of the language model, which is a part of the config of a model that also sees or hears."""
+    return model.config.get_text_config()
 
 
 def attends_to_all(model: PreTrainedModel) -> bool:

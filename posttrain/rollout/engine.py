@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from posttrain.models import UNFIT, attends_to_all
+from posttrain.models import UNFIT, attends_to_all, text_config
 from posttrain.rollout.engines.base import Sampler
 from posttrain.rollout.engines.compiled import CompiledSampler
 from posttrain.rollout.engines.remote import RemoteSampler, Servers
@@ -126,7 +126,8 @@ def _compare(
     """
     with torch.autocast(model.device.type, enabled=False):
         if _can_copy(model):
-            return _largest_difference(copy.deepcopy(model).float(), stop_ids, pad_id, engine), 1e-3
+            in_float32 = copy.deepcopy(model).float()  # pyright: ignore[reportUnknownMemberType]
+            return _largest_difference(in_float32, stop_ids, pad_id, engine), 1e-3
         return _largest_difference(model, stop_ids, pad_id, engine), 1e-3 if model.dtype == torch.float32 else 0.25
 
 
@@ -143,7 +144,7 @@ def _can_copy(model: PreTrainedModel) -> bool:
 def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine) -> float:
     """Sample two turns in three conversations; return the largest difference from a full forward pass, in nats."""
     sampler = engine(model, stop_ids, pad_id)
-    plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in set(stop_ids)][:64]
+    plain = [token for token in range(text_config(model).vocab_size) if token not in set(stop_ids)][:64]
     rows = [plain[:5], plain[3:15], plain[:5]]
     handles = sampler.open(rows)
     params = SamplingParams(max_new_tokens=4)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import set_seed
@@ -124,7 +124,8 @@ def levels(cfg: StarPORun, step: int, joined: Sequence[str] = ()) -> tuple[list[
     joined: the environments of the curriculum (`envs.after`) that are played by now.
     """
     envs_G = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
-    episodes, seeds = [], []
+    episodes: list[Episode | Trajectory] = []
+    seeds: list[int] = []
     for group in parallel.mine(len(envs_G)):
         for sample in range(cfg.rollout.num_generations):
             level_seed = derive_seed(cfg.seed, "level", step, group)
@@ -170,15 +171,18 @@ def check_parser(path: str, protocol: Protocol, listed: Sequence[str] | None) ->
     action = listed[0] if listed else "1"
     for text in ("", "Up", format_response("why", [action], protocol), "<answer>" * 3, "</answer><answer>"):
         try:
-            parsed = protocol.read(text, listed)
+            parsed = cast(object, protocol.read(text, listed))
         except Exception as error:
             problem = f"raised {one_line(error)}"
         else:
-            problem = "" if isinstance(parsed, Parsed) else f"returned {type(parsed).__name__}"
-            if not problem and listed is not None and (unknown := set(parsed.actions) - set(listed)):
+            if not isinstance(parsed, Parsed):
+                problem = f"returned {type(parsed).__name__}"
+            elif listed is not None and (unknown := set(parsed.actions) - set(listed)):
                 problem = f"returned the action {unknown.pop()!r}, which the environment does not have,"
-            if not problem and len(parsed.actions) > protocol.max_actions_per_turn:
+            elif len(parsed.actions) > protocol.max_actions_per_turn:
                 problem = f"returned {len(parsed.actions)} actions, more than `protocol.max_actions_per_turn`"
+            else:
+                problem = ""
         if problem:
             raise UserError(
                 f"`protocol.parser: {path}` {problem} for the text {text!r}: return Parsed(actions, well_formed,"
@@ -240,7 +244,7 @@ def refuse_crashed_evaluation(env: EnvSection, played: Sequence[Trajectory]) -> 
 
 
 @contextmanager
-def kept_in_a_crash(setup: Setup, learner: Learner, chat: Chat, state: RunState) -> Iterator[None]:
+def kept_in_a_crash(setup: Setup, learner: Learner, chat: Chat, state: RunState) -> Generator[None]:
     """Save a checkpoint where an environment that crashes ends the run, and say so in a UserError."""
     try:
         yield

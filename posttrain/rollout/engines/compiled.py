@@ -10,11 +10,10 @@ Shapes: B rows of a step, L positions that it reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +58,7 @@ class _Window(CacheLayer):
     """The part of a layer of the cache that a step reads and writes: its rows, up to its last position."""
 
     def __init__(self, whole: CacheLayer, position_B: torch.Tensor, index_L: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.keys, self.values = whole.keys, whole.values
         self.position_B, self.index_L = position_B, index_L
         self.is_initialized = True
@@ -81,12 +80,14 @@ class _Window(CacheLayer):
 @cache
 def _compiled() -> Callable[..., None]:
     # not mode="reduce-overhead": its CUDA graphs are kept when the memory that they point at has been replaced
-    return torch.compile(_step, fullgraph=True)
+    return torch.compile(_step, fullgraph=True)  # pyright: ignore[reportUnknownMemberType]
 
 
 def for_all_sizes(tensor: torch.Tensor, *dims: int) -> None:
     """Make torch.compile use one graph for all sizes of these dimensions."""
-    torch._dynamo.mark_dynamic(tensor, list(dims))
+    from torch._dynamo import mark_dynamic
+
+    mark_dynamic(tensor, list(dims))
 
 
 def compiled_graphs() -> int:
@@ -97,7 +98,7 @@ def compiled_graphs() -> int:
 
 
 @contextmanager
-def converted_once(model: PreTrainedModel) -> Iterator[None]:
+def converted_once(model: PreTrainedModel) -> Generator[None]:
     """Give linear layers the weights that autocast would otherwise make in each compiled step."""
     kind = model.device.type
     if not torch.is_autocast_enabled(kind):
@@ -177,10 +178,12 @@ class CompiledSampler(SlotSampler):
         if step is not None:
             step()
             return
+        from torch._dynamo import config
+
         step = self._prepared(writing, rows, end)
         before, start = compiled_graphs(), time.perf_counter()
         try:
-            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+            with config.patch(recompile_limit=MOST_GRAPHS):  # pyright: ignore[reportUnknownMemberType]
                 step()
             self._steps[rows, end] = _recorded(step) if self._gpu else step
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -210,7 +213,7 @@ class CompiledSampler(SlotSampler):
             assert window.keys is not None and window.values is not None
             for_all_sizes(window.keys, 0, 2)
             for_all_sizes(window.values, 0, 2)
-        kept: Any = Cache(layers=list(windows))
+        kept = Cache(layers=list(windows))
         params = replace(writing.params, max_new_tokens=0)  # the shape of the rows limits the tokens
         return partial(_compiled(), self.model, kept, rows, index_L, done_B, params, writing.stop_ids)
 

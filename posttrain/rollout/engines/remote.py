@@ -17,13 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from transformers import PreTrainedModel
 
 from envs.web import FAILURES, BadStatus, send_request
 from posttrain.rollout.engines.base import Histories, Then, TurnRequest
 from posttrain.rollout.engines.vllm_server import BRIEF, Lost, Policy, VLLMServer
-from posttrain.runtime import merged_weights, runlog
+from posttrain.runtime import integers, merged_weights, runlog
 from posttrain.types import Completion, SamplingParams, UserError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -202,7 +202,7 @@ def fingerprint(model: PreTrainedModel) -> list[int]:
     """Return a number for each parameter, the sum of its bits as integers, which an optimizer step changes."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.detach().view(kinds[p.element_size()]).sum(dtype=torch.int64) for p in model.parameters()]
-    return torch.stack(sums).tolist()
+    return integers(torch.stack(sums))
 
 
 def chunks(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:

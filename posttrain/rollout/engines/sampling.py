@@ -74,7 +74,8 @@ def sample_tokens(
 
 def _draw_in_blocks(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """Draw a block of the vocabulary, then a token in it: only a few hundred sums are in double precision."""
-    blocks_BNK = torch.nn.functional.pad(probs_BV, (0, -probs_BV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    padded_BV = torch.nn.functional.pad(probs_BV, (0, -probs_BV.shape[-1] % BLOCK))
+    blocks_BNK = torch.unflatten(padded_BV, -1, (-1, BLOCK))
     cdf_BN = blocks_BNK.sum(-1).double().cumsum(-1)
     block_B1 = _invert(cdf_BN, uniform_B)[:, None]
     upper_B1 = cdf_BN.gather(-1, block_B1)

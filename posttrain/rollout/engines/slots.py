@@ -14,15 +14,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from posttrain.models import attention_mask, backbone_states, fused_weights
+from posttrain.models import attention_mask, backbone_states, fused_weights, text_config
 from posttrain.rollout.engines.base import Histories, Then, TurnRequest
 from posttrain.rollout.engines.sampling import sample_tokens, uniforms
-from posttrain.runtime import CacheLayer, widest
+from posttrain.runtime import CacheLayer, floats, integers, widest
 from posttrain.types import Completion, SamplingParams
 
 REFILL_BELOW = 0.8  # turns that are done are replaced once fewer than this share of the batch is being written
@@ -38,7 +38,7 @@ class _SlotLayer(CacheLayer):
     """Keys and values of one layer, [S, H, L, D], written at [row, position]; adjacent rows are read as a view."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.slots = self.length = self.visible = 0
         self.rows: slice | torch.Tensor = slice(0, 0)
         self.row_B1 = torch.empty(0, 1, dtype=torch.long)
@@ -186,11 +186,15 @@ class Writing:
     def end(self, slots: Sequence[int]) -> list[Completion]:
         """End the turns in these slots and return them."""
         slot_N = torch.tensor(slots, device=self.device)
-        columns = (self.rows.length_B, self.rows.tokens_BN, self.rows.logprobs_BN)
-        written = zip(*(each[slot_N].tolist() for each in columns), strict=True)
+        lengths = integers(self.rows.length_B[slot_N])
+        tokens_NT, logprobs_NT = self.rows.tokens_BN[slot_N].cpu(), self.rows.logprobs_BN[slot_N].cpu()
         self.slots -= set(slots)
-        stop_ids = set(self.stop_ids.tolist())
-        return [Completion(ids[:n], logprobs[:n], ids[n - 1] in stop_ids) for n, ids, logprobs in written]
+        stop_ids = set(integers(self.stop_ids))
+        completions: list[Completion] = []
+        for length, tokens_T, logprobs_T in zip(lengths, tokens_NT, logprobs_NT, strict=True):
+            ids, logprobs = integers(tokens_T[:length]), floats(logprobs_T[:length])
+            completions.append(Completion(ids, logprobs, ids[-1] in stop_ids))
+        return completions
 
 
 class SlotSampler(Histories):
@@ -206,7 +210,7 @@ class SlotSampler(Histories):
         super().__init__()
         self.model, self.stop_ids, self.pad_id = model, sorted(stop_ids), pad_id
         self.longest = longest
-        self._layers = [_SlotLayer() for _ in range(model.config.get_text_config().num_hidden_layers)]
+        self._layers = [_SlotLayer() for _ in range(text_config(model).num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
         self._cached: dict[int, int] = {}  # how many tokens of a conversation are in the cache
         self._slot: dict[int, int] = {}
@@ -237,7 +241,7 @@ class SlotSampler(Histories):
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         was_training = self.model.training
         self.model.eval()
-        vocabulary = self.model.config.get_text_config().vocab_size
+        vocabulary = text_config(self.model).vocab_size
         writing = Writing(params, vocabulary, self.stop_ids, self.model.device)
         with fused_weights(self.model):  # weights do not change before the last turn is written
             while turns or writing.slots:
@@ -286,7 +290,7 @@ class SlotSampler(Histories):
 
     def _inputs(
         self, ids_BQ: torch.Tensor, positions_BQ: torch.Tensor, rows: slice | torch.Tensor, visible: int
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Point the cache's layers at these rows and positions, and return the model's arguments."""
         device = ids_BQ.device
         row_B = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
@@ -359,7 +363,7 @@ class SlotSampler(Histories):
         free = [self._cached[owner[slot]] if slot in owner else 0 for slot in range(self._width(writing))]
         done_B, visible = writing.ready(free)
         done_B = self._decode(writing, done_B, visible, max(1.0, REFILL_BELOW * len(writing.slots)))
-        slots = [slot for slot, done in enumerate(done_B.tolist()) if done and slot in writing.slots]
+        slots = [slot for slot, done in enumerate(integers(done_B)) if done and slot in writing.slots]
         finished = [(owner[slot], completion) for slot, completion in zip(slots, writing.end(slots), strict=True)]
         for handle, completion in finished:
             self._cached[handle] = len(self._ids[handle]) + len(completion.ids) - 1

@@ -37,7 +37,7 @@ class VLLMSampler(Histories):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         try:
-            self.vllm: Any = importlib.import_module("vllm")
+            self.vllm = importlib.import_module("vllm")
         except ImportError as error:
             raise UserError(
                 f"rollout.engine=vllm needs vLLM, which cannot be imported ({error}). Install it as"
@@ -71,7 +71,7 @@ class VLLMSampler(Histories):
         config = self.model.config
         config.architectures = [type(self.model).__name__]
         with tempfile.TemporaryDirectory() as folder:
-            config.save_pretrained(folder)
+            config.save_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
             return self.vllm.LLM(
                 folder,
                 load_format="dummy",
@@ -85,7 +85,7 @@ class VLLMSampler(Histories):
                 enforce_eager=kind == "cpu",  # compilation takes longer there than it saves
             )
 
-    def _distribution(self, params: SamplingParams, seed: int) -> Any:
+    def _distribution(self, params: SamplingParams, seed: int) -> object:
         plain = params.top_k == 0 and params.top_p == 1 and params.repetition_penalty == 1
         assert plain, "its log-probs would be those after the cut"
         return self.vllm.SamplingParams(

@@ -11,11 +11,12 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from envs.web import FAILURES, BadStatus, send_request
 from posttrain.runtime import merged_weights
@@ -40,9 +41,15 @@ class Policy(NamedTuple):
     """What a server needs to know, and must agree with, before it can write turns for a run."""
 
     model: PreTrainedModel
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     stop_ids: list[int]
     longest: int  # tokens of the longest conversation
+
+
+class WeightSender(Protocol):
+    """What is used of vLLM's `NCCLTrainerWeightTransferEngine`."""
+
+    def send_weights(self) -> object: ...
 
 
 class VLLMServer:
@@ -53,7 +60,7 @@ class VLLMServer:
 
     def __init__(self, url: str) -> None:
         self.url, self.name = url.rstrip("/"), ""
-        self.nccl: Any = None  # vLLM's sender of weights
+        self.nccl: WeightSender | None = None
         self.version = 0
         self.stop_ids: list[int] = []
 
@@ -90,7 +97,7 @@ class VLLMServer:
         if policy.model.device.type == "cuda" and importlib.util.find_spec("vllm"):
             self.nccl = self._open_nccl(policy)
 
-    def _open_nccl(self, policy: Policy) -> Any:
+    def _open_nccl(self, policy: Policy) -> WeightSender:
         """Return vLLM's own sender of weights, from this process to the server's workers."""
         base = importlib.import_module("vllm.distributed.weight_transfer.base")
         nccl = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
@@ -102,11 +109,11 @@ class VLLMServer:
         class Source(base.WeightSource):
             """The policy's tensors, read again for each update."""
 
-            def metadata(self) -> Any:
+            def metadata(self) -> list[object]:
                 return [base.ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
 
-            def __iter__(self) -> Any:
-                return iter(merged_weights(policy.model))
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                return merged_weights(policy.model)
 
         return nccl.NCCLTrainerWeightTransferEngine.trainer_init(
             nccl.NCCLTrainerInitInfo(rank=0, world_size=1 + workers, **place),
