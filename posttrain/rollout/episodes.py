@@ -148,16 +148,13 @@ def play(
     """Play every episode to its end and return the trajectories in the order of `episodes`.
 
     An episode is truncated if not even the system message and the current turn fit into the context; at its first turn
-    this is a crash. An environment that raises ends its own episode alone, and `crashed` says how.
+    this is a crash, and a UserError if it happens to all. An environment that raises ends its own episode alone, and
+    `crashed` says how.
 
     Args:
         episodes: of `set_up`; a Trajectory among them, which records a crash, is returned as it is.
         slots: how many episodes are played at a time; when one ends, the next one begins.
-        done: is called with the episodes that have just ended, perhaps none. What it appends to `episodes` and `seeds`
-            is played as well.
-
-    Raises:
-        UserError: no first prompt fits into the context.
+        done: is called with the episodes that have just ended; what it appends to `episodes` and `seeds` is played.
     """
     games: dict[int, Game] = {}
     trajectories: list[Trajectory] = []

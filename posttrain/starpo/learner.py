@@ -84,8 +84,7 @@ class Learner:
         self.cfg, self.adapted = cfg, hasattr(model, "get_base_model")
         critic = Critic(cfg.algorithm.critic.kind, model) if cfg.algorithm.critical else None
         policy = self._base(model)  # an adapter's layers sit inside it
-        output_layer: object = policy.get_output_embeddings()
-        if hasattr(output_layer, "lora_A"):
+        if hasattr(policy.get_output_embeddings(), "lora_A"):  # pyright: ignore[reportUnknownArgumentType]
             raise UserError(
                 "Phase 3 computes log-probs from the output layer's own weight, without an adapter: leave the output"
                 " layer (lm_head) out of model.lora.target_modules."
