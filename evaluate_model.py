@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 # A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
 from posttrain import evaluation, models, plan, report, rollout, runtime
-from posttrain.config import EvaluateRun, load, run
+from posttrain.config import EvaluateRun, check_parser, load, run
 from posttrain.evaluation import (
     ROWS,
     Store,
@@ -177,13 +177,16 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
             problems.append(f"checkpoints.{name}: {problem}")
         except (SafetensorError, OSError) as error:
             problems.append(f"checkpoints.{name}: {path} cannot be read or is damaged: {error}.")
-    for env in cfg.suites.envs.envs if cfg.suites.envs else []:
-        try:
-            rollout.open_env(env)
-        except (ValueError, TypeError) as error:
-            problems.append(f"suites.envs.envs: {error}")
-        except (Exception, SystemExit) as error:  # an environment may raise anything
-            problems.append(str(raised(env.name, error)))
+    if suite := cfg.suites.envs:
+        for env in suite.envs:
+            try:
+                check_parser(suite.protocol, rollout.open_env(env))
+            except UserError as problem:
+                problems.append(f"suites.envs: {problem}")
+            except (ValueError, TypeError) as error:
+                problems.append(f"suites.envs.envs: {error}")
+            except (Exception, SystemExit) as error:  # an environment may raise anything
+                problems.append(str(raised(env.name, error)))
     if problems:
         raise UserError("\n  ".join(["The evaluation cannot start:", *problems] if len(problems) > 1 else problems))
     checkpoint.lock_folder(out)
