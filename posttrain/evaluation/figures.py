@@ -99,7 +99,7 @@ def _repetition_figures(cfg: EvaluateRun, rows: Sequence[Record]) -> Record:
 
 
 def _preference_figures(cfg: EvaluateRun, rows: Sequence[Record], by_checkpoint: dict[str, list[Record]]) -> Record:
-    """Return the accuracy, and DPO's reward accuracy: which answer has the higher log(pi / pi_ref), whatever beta is."""
+    """Return the accuracy, and DPO's reward accuracy: how often log(pi / pi_ref) is higher for the chosen answer."""
     assert cfg.suites.preferences is not None
     figures = _share(rows) | {
         name: fmean(row[name] for row in rows) for name in ("chosen_logprob", "rejected_logprob", "margin")

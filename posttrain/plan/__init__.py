@@ -1,4 +1,4 @@
-"""Can a run be done, and what does it cost?  Memory, time, price, and the tests that a model must pass, before it starts.
+"""Can a run be done, and what does it cost?  Memory, time, price, and the tests of a model, before the start.
 
 `preflight` reports all problems at once, `selftest` tries shortcuts on the model itself, `show` prints the plan.
 """
