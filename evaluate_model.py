@@ -32,10 +32,10 @@ from posttrain.evaluation import (
     compare,
     costs_in_words,
     endpoint_costs,
+    env_error,
     headline_levels,
     hub_sets,
     play_baselines,
-    raised,
     run_task,
     run_tasks,
     section,
@@ -65,17 +65,17 @@ def main() -> None:
     if runlog.is_main_process() and not args.resume:
         store.clear()
     parallel.barrier()
-    found = run_tasks(cfg, tasks, run_task)
+    outcome = run_tasks(cfg, tasks, run_task)
     parallel.stop()
     if not runlog.is_main_process():
         return
 
-    measured = [name for name in cfg.checkpoints if name not in found.failed]
+    measured = [name for name in cfg.checkpoints if name not in outcome.failed]
     if measured:
-        rows = {name: found.of(name, tasks) for name in measured}
+        rows = {name: outcome.of(name, tasks) for name in measured}
         results = {
             "checkpoints": {name: summarise(cfg, rows[name], rows) for name in measured},
-            "failed": found.failed,
+            "failed": outcome.failed,
             "differences": compare(cfg, rows),
             "baselines": baselines,
             "digests": {name: store.fingerprint(name) for name in measured if name in cfg.local},
@@ -106,10 +106,10 @@ def main() -> None:
         print(f"Written: {out / RESULTS}, results.md, transcripts.jsonl, plots/")
         if cfg.report:
             print(f"Report: {report.build(out)}")
-    if found.failed:
-        listed = "\n  ".join(f"{name}: {reason}" for name, reason in found.failed.items())
+    if outcome.failed:
+        listed = "\n  ".join(f"{name}: {reason}" for name, reason in outcome.failed.items())
         raise UserError(
-            f"{len(found.failed)} of {len(cfg.checkpoints)} checkpoints could not be measured:\n  {listed}\nThe rows "
+            f"{len(outcome.failed)} of {len(cfg.checkpoints)} checkpoints could not be measured:\n  {listed}\nThe rows "
             f"of the others are in {out}. Repair these (checkpoints.NAME=...) and give the same command with --resume, "
             "which measures only what is missing."
         )
@@ -186,7 +186,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
             except (ValueError, TypeError) as error:
                 problems.append(f"suites.envs.envs: {error}")
             except (Exception, SystemExit) as error:  # an environment may raise anything
-                problems.append(str(raised(env.name, error)))
+                problems.append(str(env_error(env.name, error)))
     if problems:
         raise UserError("\n  ".join(["The evaluation cannot start:", *problems] if len(problems) > 1 else problems))
     checkpoint.lock_folder(out)

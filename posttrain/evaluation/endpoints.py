@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from posttrain.models import Chat
 
 
-def left_out(cfg: EvaluateRun, task: Task) -> str:
+def why_left_out(cfg: EvaluateRun, task: Task) -> str:
     """Return why an endpoint does not get this task, in a sentence; an empty string where it does."""
     if task.suite == "preferences":
         return "Preferences compare log-probs of given answers, which an endpoint does not return."
@@ -77,20 +77,20 @@ def endpoint_costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]
         one["fields_left_out"] = endpoint.leave_out
         if endpoint.price_input is not None and endpoint.price_output is not None:
             one["cost"] = (prompt * endpoint.price_input + answers * endpoint.price_output) / 1e6
-        costs[name] = one | {"left_out": {task.suite: words for task in tasks if (words := left_out(cfg, task))}}
+        costs[name] = one | {"left_out": {task.suite: words for task in tasks if (words := why_left_out(cfg, task))}}
     return costs
 
 
-def costs_in_words(paid: Record) -> str:
+def costs_in_words(costs: Record) -> str:
     """Return e.g. "412 replies, 120,000 tokens of prompts and 31,000 of answers, which cost 0.53."
 
-    paid: an entry of `endpoint_costs`.
+    costs: an entry of `endpoint_costs`.
     """
-    words = f"{paid['replies']:,} replies, {paid['prompt_tokens']:,} tokens of prompts and "
-    words += f"{paid['completion_tokens']:,} of answers"
-    words += "." if paid["cost"] is None else f", which cost {paid['cost']:.4g}."
-    if unknown := paid["replies_without_tokens"]:
+    words = f"{costs['replies']:,} replies, {costs['prompt_tokens']:,} tokens of prompts and "
+    words += f"{costs['completion_tokens']:,} of answers"
+    words += "." if costs["cost"] is None else f", which cost {costs['cost']:.4g}."
+    if unknown := costs["replies_without_tokens"]:
         words += f" The server did not report the tokens of {unknown:,} replies, so the true figures are higher."
-    if fields := paid["fields_left_out"]:
+    if fields := costs["fields_left_out"]:
         words += f" Its requests were sent without {', '.join(fields)}: the server's own values apply."
-    return " ".join([words, *dict.fromkeys(paid["left_out"].values())])
+    return " ".join([words, *dict.fromkeys(costs["left_out"].values())])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from posttrain import metrics
 from posttrain.config import EvaluateRun, ModelSection
 from posttrain.evaluation.figures import env_figures
-from posttrain.evaluation.tasks import Task, env_section, raised
+from posttrain.evaluation.tasks import Task, env_error, env_section
 from posttrain.runtime import runlog
 from posttrain.types import Completion, Record, UserError
 
@@ -354,7 +354,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
                 row["level"] = episode.level_key
                 played.setdefault(player, []).append(row)
     except (Exception, SystemExit) as problem:  # an environment may raise anything
-        raise raised(task.part, problem) from problem
+        raise env_error(task.part, problem) from problem
     baselines = {player: env_figures(rows) for player, rows in played.items()}
     if optima:
         baselines["optimum"] = {"success": fmean(optima), "episodes": len(optima)}

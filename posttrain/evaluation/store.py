@@ -32,7 +32,7 @@ class Unit(NamedTuple):
 
 
 @dataclass
-class Found:
+class Outcome:
     """The outcome of an evaluation: the rows of every measured unit, and the reasons why others were not measured."""
 
     rows: dict[Unit, list[Record]] = field(default_factory=dict)

@@ -157,7 +157,7 @@ def first_levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str
     except ValueError as problem:
         raise UserError(f"suites.envs.envs: {problem} Choose other options.") from problem
     except (Exception, SystemExit) as problem:  # an environment may raise anything
-        raise raised(section.name, problem) from problem
+        raise env_error(section.name, problem) from problem
 
 
 def held_out_levels(section: EnvSection, split: str, n: int, seed: int = 0) -> list[int]:
@@ -204,7 +204,7 @@ def sampling_seed(env: str, number: int, seed: int = 0) -> int:
     return derive_seed(seed, "envs", env, number)
 
 
-def raised(env: str, problem: BaseException) -> UserError:
+def env_error(env: str, problem: BaseException) -> UserError:
     """Return the error for an environment that raised something else than a ValueError."""
     return UserError(
         f"suites.envs.envs: {env} raised {one_line(problem)}. `posttrain env check {env}` says what is wrong with it."

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import EvaluateRun
-from posttrain.evaluation.endpoints import left_out
+from posttrain.evaluation.endpoints import why_left_out
 from posttrain.evaluation.scoring import Loaded, Tick
-from posttrain.evaluation.store import Found, Store, Unit
+from posttrain.evaluation.store import Outcome, Store, Unit
 from posttrain.evaluation.tasks import Task
 from posttrain.files import keep_standard_streams
 from posttrain.runtime import runlog
@@ -52,16 +52,16 @@ class Results:
     """Receives rows: for the disk, the outcome in memory, and the progress bar."""
 
     store: Store
-    found: Found
+    outcome: Outcome
     tick: Tick
 
     def keep(self, unit: Unit, rows: list[Record]) -> None:
         """Add the rows of a unit."""
         self.store.write(unit, rows)
-        self.found.rows[unit] = rows
+        self.outcome.rows[unit] = rows
 
 
-def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
+def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Outcome:
     """Return every checkpoint's rows: read from the disk where an earlier evaluation has finished them, else measured.
 
     Under torchrun the units are divided among the ranks, each with its own device. Otherwise there is a process for
@@ -79,11 +79,11 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
     if ranks > 1:
         units = shares(units, tasks, ranks)[parallel.rank()]
     if runlog.is_main_process():  # it calls the endpoints, whose limits hold for all requests together
-        units = [Unit(name, n) for name in cfg.endpoints for n in order if not left_out(cfg, tasks[n])] + units
-    found = Found({unit: rows for unit in units if (rows := store.read(unit)) is not None})
-    left = [unit for unit in units if unit not in found.rows]
-    if found.rows:
-        runlog.say(f"{len(found.rows)} of {len(units)} parts were measured before and are kept.")
+        units = [Unit(name, n) for name in cfg.endpoints for n in order if not why_left_out(cfg, tasks[n])] + units
+    outcome = Outcome({unit: rows for unit in units if (rows := store.read(unit)) is not None})
+    left = [unit for unit in units if unit not in outcome.rows]
+    if outcome.rows:
+        runlog.say(f"{len(outcome.rows)} of {len(units)} parts were measured before and are kept.")
     total = sum(len(tasks[unit.number].items) for unit in left)
     names = dict.fromkeys(unit.checkpoint for unit in left)
     place = hardware.resolve_device(cfg.device)
@@ -92,7 +92,7 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
         def tick(count: int) -> None:
             progress.update(progress.done + count)
 
-        measurement, results = Measurement(cfg, tasks, run), Results(store, found, tick)
+        measurement, results = Measurement(cfg, tasks, run), Results(store, outcome, tick)
         in_this_process([unit for unit in left if unit.checkpoint in cfg.endpoints], measurement, results)
         left = [unit for unit in left if unit.checkpoint in cfg.local]
         if ranks > 1 or (place.type != "cuda" and min(cfg.workers, len(left)) <= 1):
@@ -103,10 +103,10 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
             places = visible_gpus() if place.type == "cuda" else [None] * min(cfg.workers, len(left))
             in_processes(left, measurement, results, places)
     if ranks > 1:
-        for rows, failed in parallel.gather([(found.rows, found.failed)]):
-            found.rows |= rows
-            found.failed |= failed
-    return found
+        for rows, failed in parallel.gather([(outcome.rows, outcome.failed)]):
+            outcome.rows |= rows
+            outcome.failed |= failed
+    return outcome
 
 
 def shares(units: Sequence[Unit], tasks: Sequence[Task], processes: int) -> list[list[Unit]]:
@@ -135,7 +135,7 @@ def in_this_process(units: Sequence[Unit], measurement: Measurement, results: Re
     """Measure units one after the other; those of a checkpoint that has failed are left out."""
     from envs.math_judge import MathJudge
 
-    failed = results.found.failed
+    failed = results.outcome.failed
     with MathJudge() as judge:
         loaded = Loaded(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), judge=judge)
         for unit in units:
@@ -230,7 +230,7 @@ def in_processes(
     units: Sequence[Unit], measurement: Measurement, results: Results, places: Sequence[str | None]
 ) -> None:
     """Measure units with a process for each place; a failed process is replaced, and all end with this function."""
-    waiting, free, failed = list(units), list(places), results.found.failed
+    waiting, free, failed = list(units), list(places), results.outcome.failed
     workers: dict[Any, _Worker] = {}
     with _ended_by_sigterm():
         try:

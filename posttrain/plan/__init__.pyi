@@ -1,14 +1,8 @@
-from . import selftest as selftest
 from .episodes import (
-    MOST_TOKENS as MOST_TOKENS,
     Place as Place,
     Plan as Plan,
-    always as always,
     choose as choose,
-    learning as learning,
     make as make,
-    output_tiles as output_tiles,
-    playing as playing,
     rows_at_once as rows_at_once,
 )
 from .parts import Numbers as Numbers, gib as gib, most as most
