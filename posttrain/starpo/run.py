@@ -67,7 +67,7 @@ def set_up(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Setup:
     resume_from = run_state.resume_from(out, runlog.say) if resume else None
     # What a checkpoint's plan chose is chosen again, so that a resumed run rounds as before.
     chosen = changed(settled, run_state.read(resume_from).plan) if resume_from else settled
-    planned = plan.make(chosen, device)
+    planned = plan.make_plan(chosen, device)
     for words in (planned.table(), *planned.warnings):
         runlog.say(words)
     return Setup(changed(chosen, planned.changes), settings, device, planned, resume, resume_from)

@@ -395,15 +395,15 @@ def test_the_table_adds_up() -> None:
 def test_the_plan_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network("llama").save_pretrained(tmp_path)
     cfg = config(model={"name_or_path": str(tmp_path)})
-    planned = plan.make(cfg, torch.device("cpu"))
+    planned = plan.make_plan(cfg, torch.device("cpu"))
     assert planned.slots == 16 and planned.micro_batch_tokens == 2048
     assert 0 < planned.parts["always"]["held already"] < planned.available
     rollout = {"engine": "vllm", "vllm_gpu_memory_utilization": 0.05}  # little: a busy machine has no more
     rented = config(model={"name_or_path": str(tmp_path)}, rollout=rollout)
-    vllm = plan.make(rented, torch.device("cpu")).parts["always"]["vLLM"]
+    vllm = plan.make_plan(rented, torch.device("cpu")).parts["always"]["vLLM"]
     assert vllm == round(0.05 * psutil.virtual_memory().total)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # which share the memory
-    assert plan.make(cfg, torch.device("cpu")).available < planned.available / 2
+    assert plan.make_plan(cfg, torch.device("cpu")).available < planned.available / 2
 
 
 @pytest.mark.parametrize(

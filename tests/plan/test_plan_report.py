@@ -74,7 +74,7 @@ def test_every_config_file_has_a_plan(capsys: pytest.CaptureFixture[str], tmp_pa
         cfg = resolve(kind, file)
         if MISSING and any(env.name == "deep_coder" for env in getattr(cfg, "envs", [])):
             continue
-        plan.show(cfg, "all", str(file))
+        plan.print_plan(cfg, "all", str(file))
         table = capsys.readouterr().out.split("\n\n")[1].splitlines()
         assert len(table) == 1 + 3 * len(devices.DEVICES) and "does not fit" not in table[1], file
     assert list(tmp_path.iterdir()) == []
@@ -266,7 +266,7 @@ def test_more_rows_or_longer_ones_take_more_and_more_memory_takes_more_rows(
     place = Place(memory * GIB, cuda=cuda, processes=processes)
 
     def taken(cfg: Any, count: int, place: Place) -> int:
-        return plan.most(rows.rows_memory(shape, cfg, place, count))
+        return plan.peak_bytes(rows.rows_memory(shape, cfg, place, count))
 
     assert taken(cfg, batch, place) <= min(taken(cfg, 2 * batch, place), taken(longer, batch, place))
     best, more = (rows.largest_batch(shape, cfg, place._replace(free=each * GIB)) for each in (memory, 2 * memory))
