@@ -23,8 +23,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 # A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
-from posttrain import evaluation, models, plan, report, rollout, runtime
-from posttrain.config import EvaluateRun, check_parser, load, run
+from posttrain import config, evaluation, models, plan, report, rollout, runtime
+from posttrain.config import EvaluateRun, load, run
 from posttrain.evaluation import (
     ROWS,
     Store,
@@ -180,7 +180,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     if suite := cfg.suites.envs:
         for env in suite.envs:
             try:
-                check_parser(suite.protocol, rollout.open_env(env))
+                config.check_parser(suite.protocol, rollout.open_env(env))
             except UserError as problem:
                 problems.append(f"suites.envs: {problem}")
             except (ValueError, TypeError) as error:

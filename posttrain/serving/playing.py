@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.config import ChatRun, EnvSection, SamplingSection, check_parser
+from posttrain.config import ChatRun, EnvSection, SamplingSection
 from posttrain.serving import display
 from posttrain.serving.display import describe_sampling, escape_control_characters, note, stream
 from posttrain.types import Completion, UserError, derive_seed, one_line
@@ -44,6 +44,7 @@ def open_played_env(cfg: ChatRun, name: str) -> TextEnv:
     Raises:
         UserError: there is no such environment, or it cannot be played with `protocol.parser`.
     """
+    from posttrain.config import check_parser
     from posttrain.rollout import open_env
 
     section = next((env for env in cfg.envs if env.title == name), EnvSection(name=name))

@@ -246,7 +246,7 @@ def test_a_request_says_what_a_local_model_is_asked(serving: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("status", "reply", "more", "words"),
     [
-        (422, '{"loc": ["body", "seed"]}', {}, r"does not take seed, write leave_out: \[seed\]"),
+        (422, '{"loc": ["body", "seed"]}', {}, r"does not accept seed, write leave_out: \[seed\]"),
         (400, "top_k, seed: unknown", {}, r"leave_out: \[seed, top_k\] in this checkpoint's section"),
         (400, "no temperature here", {"leave_out": ["seed"]}, r"leave_out: \[seed, temperature\]"),
         (400, "Unsupported parameter: 'max_tokens'", {}, "write tokens_field: max_completion_tokens in"),

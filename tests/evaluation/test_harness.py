@@ -316,7 +316,7 @@ def test_mistakes_are_told_in_a_paragraph(final: Path, tmp_path: Path, monkeypat
         harness.main([str(final), "--tasks", "gsm8k", "--device", "abacus"])
     assert "--out is missing" in refused(str(final), "--tasks", "gsm8k", "--device", "mps")
     assert "--limit 0 is too small" in refused(str(final), "--tasks", "gsm8k", "--limit", "0")
-    assert "write --chat-template" in refused(str(final), "--tasks", "gsm8k", "--system", "Be brief.")
+    assert "add --chat-template" in refused(str(final), "--tasks", "gsm8k", "--system", "Be brief.")
     (tmp_path / "run").mkdir()
     shutil.copytree(final.parent, tmp_path / "run" / "phase3")
     (tmp_path / "run" / "results.json").write_text("{}")

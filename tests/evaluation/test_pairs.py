@@ -278,7 +278,7 @@ def test_answers_that_a_stop_may_change_are_announced(run: Path, dtype: str):
     answers.write_text("".join(lines[:5]))
     again = python(*command, "--resume")
     assert "Traceback" not in first.stderr + again.stderr and len(rows_of(answers)) == len(lines) == 16
-    words = "5 answers are kept. The other 11 are sampled in other batches than without the stop, which bfloat16 rounds"
+    words = "5 answers are kept. The other 11 are sampled in other batches than without the stop, and bfloat16 rounds"
     assert (words in again.stderr) == (dtype == "bfloat16") and words not in first.stderr
 
 
