@@ -61,7 +61,7 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
     Raises:
         UserError: a file, a data set or the first level of an environment cannot be read or made.
     """
-    from posttrain.data import embedded
+    from posttrain.data import embedded, evaluation_rows
 
     suites = cfg.suites
     tasks: list[Task] = []
@@ -79,15 +79,16 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
     if suites.math:
         for source, part, items in math_items(cfg):
             add("math", source, part, items, suites.math.n, suites.math.n_others, suites.math.max_new_tokens)
-    for name, suite, kind, generated in (
+    written: list[tuple[str, SampledSuite | None, Any, Any]] = [  # name, suite, kind of file, generator
         ("repetition", suites.repetition, "prompts", open_questions),
         ("recall", suites.recall, "recall", embedded.recall_dialogues),
-    ):
+    ]
+    for name, suite, kind, generated in written:
         if suite:
             if suite.source == "embedded":
                 items = generated(most_items(suite), cfg.seed)
             else:
-                items = file_rows(suite.source, kind, f"suites.{name}.source", most_items(suite))
+                items = evaluation_rows(suite.source, kind, f"suites.{name}.source", most_items(suite))
             add(name, "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
     if suites.preferences:
         suite = suites.preferences
@@ -97,7 +98,7 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
             pairs = hub_rows(suite.source, "preferences.source")
             pairs = [pair for pair in pairs if pair["score_chosen"] > pair["score_rejected"]][: suite.n]
         else:
-            pairs = file_rows(suite.source, "preferences", "suites.preferences.source", suite.n)
+            pairs = evaluation_rows(suite.source, "preferences", "suites.preferences.source", suite.n)
         items = [{"chosen": pair["chosen"], "rejected": pair["rejected"]} for pair in pairs]
         tasks.append(Task("preferences", "", "", "", None, items, [0] * len(items)))
     if suites.envs:
@@ -219,7 +220,7 @@ def env_section(cfg: EvaluateRun, title: str) -> EnvSection:
 
 def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Return (source, part, items) of every part; embedded has two: new questions, and operands never seen together."""
-    from posttrain.data import GSM8K_HELD_OUT, embedded, final
+    from posttrain.data import GSM8K_HELD_OUT, embedded, evaluation_rows, final
 
     suite = cfg.suites.math
     assert suite is not None
@@ -231,16 +232,17 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
             parts += [(source, split, embedded.math_problems(most_items(suite), cfg.seed, split)) for split in splits]
         elif source == "gsm8k":
             rows = hub_rows(source, "math.sources")
-            problems = [{"question": row["question"], "answer": final(row["answer"])} for row in rows]
-            parts.append((source, source, problems))
+            parts.append((source, source, [row | {"answer": final(row["answer"])} for row in rows]))
         elif source.partition("=")[0] == GSM8K_HELD_OUT:
             parts.append((GSM8K_HELD_OUT, GSM8K_HELD_OUT, gsm8k_held_out(source, most_items(suite))))
         elif source == "math500":
             rows = hub_rows(source, "math.sources")
-            problems = [{"question": row["problem"], "answer": row["answer"]} for row in rows]
-            parts.append((source, source, problems))
+            parts.append((source, source, [row | {"question": row["problem"]} for row in rows]))
         else:
-            rows, stem = file_rows(source, "questions", "suites.math.sources", most_items(suite)), Path(source).stem
+            rows, stem = (
+                evaluation_rows(source, "questions", "suites.math.sources", most_items(suite)),
+                Path(source).stem,
+            )
             unique = stems.count(stem) == 1 and stem not in ("unseen_questions", "unseen_operands")
             name = stem if unique else source
             parts.append((name, name, rows))
@@ -252,10 +254,12 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
 
 def gsm8k_held_out(source: str, most: int) -> list[dict[str, Any]]:
     """Return the held-out questions of GSM8K's training split, from the Hub or from the file that `source` names."""
-    from posttrain.data import final, is_held_out
+    from posttrain.data import evaluation_rows, final, is_held_out
 
     name, from_file, file = source.partition("=")
-    rows = file_rows(file, "questions", "suites.math.sources", None) if from_file else hub_rows(name, "math.sources")
+    rows = (
+        evaluation_rows(file, "questions", "suites.math.sources", None) if from_file else hub_rows(name, "math.sources")
+    )
     problems = [
         {"question": row["question"], "answer": final(row["answer"])} for row in rows if is_held_out(row["question"])
     ]
@@ -270,13 +274,6 @@ def gsm8k_held_out(source: str, most: int) -> list[dict[str, Any]]:
 def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
     content = f"{row['question']} {instruction}".strip()
     return {"messages": [{"role": "user", "content": content}], "answer": str(row["answer"])}
-
-
-def file_rows(source: str, kind: Any, key: str, most: int | None) -> list[dict[str, Any]]:
-    """Return the first rows of a local file; `key` is the key of the config that names it."""
-    from posttrain.data import evaluation_rows
-
-    return evaluation_rows(source, kind, key, most)
 
 
 def hub_rows(source: str, key: str) -> list[dict[str, Any]]:

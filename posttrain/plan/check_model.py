@@ -174,7 +174,7 @@ def _start(chat: Chat) -> Line:
     puts = f"the tokenizer puts {tokens} before plain text"
     written = json.dumps("".join(chat.tokenizer.convert_ids_to_tokens(chat.start_ids)), ensure_ascii=False)
     if chat.template.startswith(f"{{{{- {written} }}}}"):  # as Chat.load puts it
-        return Line(OK, "start of text", f"{puts}, and the template, which lacked them, has got them")
+        return Line(OK, "start of text", f"{puts}; the template lacked them, so they were added to it")
     if chat.prompt([{"role": "user", "content": "Hi"}])[: len(chat.start_ids)] == chat.start_ids:
         return Line(OK, "start of text", f"{puts}, and the template writes them")
     if chat.writes_start():

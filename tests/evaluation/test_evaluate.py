@@ -447,7 +447,7 @@ def test_a_template_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="nothing is asked"):
+    with pytest.raises(UserError, match="no suite is set"):
         evaluate(tmp_path, checkpoints, suites={})
 
 
@@ -583,7 +583,7 @@ def test_an_evaluation_that_dies_is_resumed(
         evaluate(tmp_path / "cut", checkpoints, suites=SMALL, report=False)
     out = tmp_path / "cut" / "out"
     assert not (out / "results.json").exists() and len(list((out / "evaluation_rows").iterdir())) == 4
-    with pytest.raises(UserError, match=r"has not ended: go on with it .--resume."):
+    with pytest.raises(UserError, match=r"unfinished evaluation: continue it .--resume."):
         evaluate(tmp_path / "cut", checkpoints, suites=SMALL, report=False)
     again: list[Any] = []
     monkeypatch.setattr(evaluate_model, "run_task", lambda *given: again.append(given[1]) or true_run(*given))

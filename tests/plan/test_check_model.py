@@ -147,20 +147,20 @@ def test_what_a_conversation_starts_with(tmp_path: Path) -> None:
     tokenizer.save_pretrained(folder)
     found = lines(folder)
     puts = "the tokenizer puts <|endoftext|> (0) before plain text"
-    assert found["start of text"].words == f"{puts}, and so does the template, which lacked it and got it"
+    assert found["start of text"].words == f"{puts}; the template lacked them, so they were added to it"
     assert "the model has none, so" in found["chat template"].words and not marks(found, "does not work")
 
     checkpoint.seal(folder, phase="phase1", chat_template_sha256=template_hash(TEMPLATE_PATH.read_text()))
     words = lines(folder)["start of text"].words
-    assert words == f"{puts}, but an earlier phase trained without it, so it stays out"
+    assert words == f"{puts}, but an earlier phase was trained without them, so they are not added"
     some = "{% if messages[0].role == 'system' %}{{ bos_token }}{% endif %}"
     (folder / "chat_template.jinja").write_text(some + TEMPLATE_PATH.read_text())
     checkpoint.seal(folder, phase="base")
     words = lines(folder)["start of text"].words
-    assert words == f"{puts}, but the template writes it only in some dialogues, and is left as it is"
+    assert words == f"{puts}, but the template writes them only in some dialogues, and is not changed"
     (folder / "chat_template.jinja").write_text("{{ bos_token }}" + TEMPLATE_PATH.read_text())
     checkpoint.seal(folder, phase="base")
-    assert lines(folder)["start of text"].words == f"{puts}, and the template writes it"
+    assert lines(folder)["start of text"].words == f"{puts}, and the template writes them"
 
 
 def test_a_template_without_system_messages(tmp_path: Path) -> None:
@@ -266,9 +266,9 @@ def test_code_of_its_own_and_damage_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("told", "code", "words"),
     [
-        (["{folder}"], 0, "It can be trained so."),
+        (["{folder}"], 0, "It can be trained like this."),
         (["{folder}", "rollout.engine=slots", "--config", "{file}"], 0, "kept across turns"),
-        (["{folder}", "chat.template={plain}"], 1, "It cannot be trained so: 1 of these does not work."),
+        (["{folder}", "chat.template={plain}"], 1, "It cannot be trained like this: 1 of these does not work."),
         (["{folder}/nowhere"], 2, "does not exist"),
         (["{folder}", "rollout.slot=3"], 2, "did you mean"),
         (["{folder}", "--config", "configs/chat.yaml"], 2, "not a config of phase 1, 2 or 3"),
