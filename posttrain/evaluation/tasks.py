@@ -79,7 +79,7 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
     if suites.math:
         for source, part, items in math_items(cfg):
             add("math", source, part, items, suites.math.n, suites.math.n_others, suites.math.max_new_tokens)
-    written: list[tuple[str, SampledSuite | None, Any, Any]] = [  # name, suite, kind of file, generator
+    written: list[tuple[str, Any, Any, Any]] = [  # name, suite, kind of file, generator
         ("repetition", suites.repetition, "prompts", open_questions),
         ("recall", suites.recall, "recall", embedded.recall_dialogues),
     ]

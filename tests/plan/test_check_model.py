@@ -187,7 +187,7 @@ def test_positions_that_are_learnt_are_the_limit(tmp_path: Path) -> None:
     assert str(refused.value) == lines(gpt2)["longest context"].words
     assert marks(lines(gpt2), "does not work") == {"longest context"}
     assert lines(llama)["longest context"][::2] == (
-        "ok", "64 tokens; rollout.max_context is 1,024, which is more than it was trained on"
+        "ok", "64 tokens; rollout.max_context is 1,024, more than the model was trained on"
     )  # fmt: skip
     assert "longest context" in marks(
         lines(gpt2, "distillation=null", "rollout.max_context=64", "rollout.max_completion_length=8"), "ok"
@@ -264,7 +264,7 @@ def test_code_of_its_own_and_damage_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "words"),
+    ("arguments", "code", "words"),
     [
         (["{folder}"], 0, "It can be trained like this."),
         (["{folder}", "rollout.engine=slots", "--config", "{file}"], 0, "kept across turns"),
@@ -275,11 +275,11 @@ def test_code_of_its_own_and_damage_are_told(tmp_path: Path) -> None:
         (["{folder}", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
     ],
 )
-def test_exit_codes(tmp_path: Path, told: list[str], code: int, words: str) -> None:
+def test_exit_codes(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     folder = model_families.write(tmp_path / "model", "llama")
     places = {"folder": folder, "file": FILE, "plain": tmp_path / "plain.jinja"}
-    done = python("-m", "posttrain.plan.check_model", *(word.format_map(places) for word in told))
+    done = python("-m", "posttrain.plan.check_model", *(word.format_map(places) for word in arguments))
     assert done.returncode == code and words in (done.stdout + done.stderr), done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     if code != 2:
