@@ -153,7 +153,7 @@ def _load(section: ModelSection, device: str, template: str | None) -> _Loaded:
 def _template(chat: Chat, template: str | None) -> Line:
     words = f"the one of {template}" if template else "the model's own"
     if chat.template.rstrip().endswith(_text_of_ours()):
-        added = f", whose {chat.added_tokens} tokens are added: phase 1 has to teach them" if chat.added_tokens else ""
+        added = f", whose {chat.added_tokens} tokens are added: phase 1 must teach them" if chat.added_tokens else ""
         words = f"{'' if template else 'the model has none, so '}{OURS}{added}"
     if "strftime_now" in chat.template:
         words += "; it writes today's date, so that prompts change daily (chat.template: a copy without the date)"

@@ -32,7 +32,7 @@ from posttrain.types import UserError
 
 FILE = str(ROOT / "configs" / "phase3_starpo.yaml")
 OURS = "chat.template=chatml"
-WINDOWS = {"KV cache": ("slower", "engine=replay"), "shared prefixes": ("slower", "reads its prompt")}
+WINDOWS = {"KV cache": ("slower", "engine=replay"), "shared prefixes": ("slower", "reads the prompt again")}
 ODD: dict[str, dict[str, tuple[str, str]]] = {  # what is not simply ok: subject -> mark, words
     "llama": {"chat template": ("ok", "today's date")},
     "qwen2.5": {"chat template": ("ok", "the model's own"), "tied heads": ("ok", "is the embedding")},
@@ -44,11 +44,11 @@ ODD: dict[str, dict[str, tuple[str, str]]] = {  # what is not simply ok: subject
     "smollm3": {"chat template": ("ok", "today's date")},
     "phi": {"chat template": ("ok", "2 tokens are added"), "LoRA": ("ok", "dense, fc1, fc2")},
     "phi3": {"chat template": ("does not work", "writes earlier turns differently once later ones follow"), **WINDOWS},
-    "gpt2": {"stop token": ("ok", "phase 1 has to teach it"), "LoRA": ("ok", "c_attn, c_fc, c_proj; not the output")},
+    "gpt2": {"stop token": ("ok", "phase 1 must teach it"), "LoRA": ("ok", "c_attn, c_fc, c_proj; not the output")},
     "mamba": {
         "attention": ("does not work", "model.attn_implementation=eager"),
         "LoRA": ("ok", "model.lora.target_modules=[in_proj,x_proj]"),
-        "longest context": ("ok", "names no limit"),
+        "longest context": ("ok", "has no limit"),
         **WINDOWS,
     },
 }
