@@ -40,7 +40,7 @@ ODD: dict[str, dict[str, tuple[str, str]]] = {  # what is not simply ok: subject
         "chat template": ("does not work", "removes the thoughts of earlier answers"),
         "tied heads": ("ok", "not"),
     },
-    "gemma3": {**WINDOWS, "stop token": ("ok", "<end_of_turn> (513) ends an answer, as its makers")},
+    "gemma3": {**WINDOWS, "stop token": ("ok", "<end_of_turn> (513) ends an answer, as in the model")},
     "smollm3": {"chat template": ("ok", "today's date")},
     "phi": {"chat template": ("ok", "2 tokens are added"), "LoRA": ("ok", "dense, fc1, fc2")},
     "phi3": {"chat template": ("does not work", "writes earlier turns differently once later ones follow"), **WINDOWS},
