@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train as the config says. argv: the words of the command line; None takes those of this process."""
     cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, training_flags, __doc__)
     if args.plan is not None:
-        return plan.show(cfg, args.plan, args.config)
+        return plan.print_plan(cfg, args.plan, args.config)
     runlog.keep_private(Path(cfg.output_dir))
 
     setup = starpo.set_up(cfg, resume=args.resume, data_sets=evaluation.hub_sets(cfg.evaluation.suites))

@@ -39,14 +39,21 @@ COLOURS = {
 
 
 def open_played_env(cfg: ChatRun, name: str) -> TextEnv:
-    """Return the environment to play, with the options that the config gives it."""
+    """Return the environment to play, with the options that the config gives it.
+
+    Raises:
+        UserError: there is no such environment, or it cannot be played with `protocol.parser`.
+    """
+    from posttrain.config import check_parser
     from posttrain.rollout import open_env
 
     section = next((env for env in cfg.envs if env.title == name), EnvSection(name=name))
     try:
-        return open_env(section)
+        env = open_env(section)
     except (ValueError, TypeError) as error:  # TypeError: an option of the wrong type, size=big
         raise UserError(f"--play {name}: {error}") from error
+    check_parser(cfg.protocol, env)
+    return env
 
 
 class PlayedLevel:

@@ -80,7 +80,7 @@ def test_a_micro_batch_that_does_not_fit_is_announced(
     run = tmp_path / "little"
     train(file, f"output_dir={run}")
     told = capsys.readouterr().err
-    assert "Planned, not measured, and it may run out of memory. This run does not fit on this device: with" in told
+    assert "Planned, not measured: it may run out of memory. This run does not fit on this device: with" in told
     found = re.search(r"rows of up to (\d+) tokens", told)
     rows: Any = load_from_disk(str(run / "rows" / "train"))
     longest = max(map(len, rows["input_ids"]))
