@@ -220,10 +220,10 @@ def trainers(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Simpl
         precompute_ref_log_probs=True, use_weighting=True, gradient_checkpointing=False, disable_tqdm=True,
     )  # fmt: skip
     made = []
-    for kind in (DPOTrainer, trl_trainers.counts_each_pair(DPOTrainer)):
+    for kind in (trl_trainers.TokenTrainer, trl_trainers.PairTrainer):
         torch.manual_seed(0)
         net = LlamaForCausalLM(shape)
-        trainer = trl_trainers.takes_token_ids(kind)(
+        trainer: Any = kind(
             model=net, args=args, train_dataset=Dataset.from_list(pairs), processing_class=tiny_chat.tokenizer
         )
         with torch.no_grad():
@@ -401,8 +401,6 @@ def test_adapters(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, files
 def test_a_stopped_run_goes_on_exactly_and_asks_the_reference_once(
     tmp_path: Path, files: SimpleNamespace, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trl.trainer.dpo_trainer import DPOTrainer
-
     file = config_in(tmp_path, files)
     report = training.Reporter.on_log
 
