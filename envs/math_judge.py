@@ -126,7 +126,7 @@ class MathJudge:
             self.close()
             raise NoJudge(
                 "math-verify, which judges answers, does not start. `python -c 'import math_verify'` says why; "
-                "`pip install -r requirements.txt` installs it."
+                "`pip install .` in this project's folder installs it."
             )
 
     def close(self) -> None:

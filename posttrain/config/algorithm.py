@@ -52,7 +52,7 @@ class FilterSection(Section):
 
 
 def _at(values: Any, key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
+    """Return the value at a dotted key; None where it is missing."""
     for name in key.split("."):
         values = values.get(name) if values else None
     return values
@@ -176,7 +176,7 @@ class AlgorithmSection(Section):
         keys_now = self.model_dump()
         for keys, decides, values in _READ_BY:
             now = _at(keys_now, decides)
-            if now in values.split() or ":" in str(now):  # a function of one's own may read every key
+            if now in values.split() or ":" in str(now):  # a user's function may read every key
                 continue
             for key in keys.split():
                 if self.written(key):

@@ -29,9 +29,10 @@ Config = TypeVar("Config", bound=Section)
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Call `main`; what the user can fix becomes one paragraph on stderr and exit code 2, Ctrl-C exit code 130.
+    """Run `main` as a command, then exit: an error that the user can fix is one paragraph on stderr and exit code 2.
 
-    A process that has lost the others prints that and exits with 1. The work continues when nobody reads the output.
+    Ctrl-C gives exit code 130, and a process that has lost the other processes exits with 1. The command continues when
+    nobody reads its output.
     """
     keep_standard_streams()
     try:
@@ -69,9 +70,20 @@ def load(
     add_arguments: Callable[[argparse.ArgumentParser], object] | None = None,
     description: str | None = None,
 ) -> tuple[Config, argparse.Namespace]:
-    """Return the run's config from a YAML file and dotted overrides, and the flags that `add_arguments` declared.
+    """Return the run's config from a YAML file and dotted overrides, and the flags of the command line.
 
-    description: what `--help` begins with, the script's own docstring.
+    Args:
+        schema: model of the config, as SFTRun.
+        default: the config file without `--config`.
+        argv: words of the command line; None for those of this process.
+        add_arguments: adds the command's own flags to the parser.
+        description: first part of `--help`, the docstring of the script.
+
+    Returns:
+        The validated config, and the flags.
+
+    Raises:
+        UserError: a file, a key or a value is wrong.
     """
     parser = argparse.ArgumentParser(
         prog=Path(sys.argv[0]).name,  # as Python before 3.14 has it
@@ -117,9 +129,17 @@ def _plan_of_all(argv: Sequence[str]) -> list[str]:
 
 
 def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None = None) -> Config:
-    """Return the validated config of one YAML file under some overrides: preset < file < overrides.
+    """Return the validated config of one YAML file with overrides: a preset < the file < the overrides.
 
     A preset in an override replaces the file's section `algorithm`, and its other keys replace the file's.
+
+    Args:
+        schema: model of the config, as SFTRun.
+        file: a path, or the name of a reference config.
+        overrides: as on the command line, e.g. ["trainer.learning_rate=1e-5"].
+
+    Raises:
+        UserError: a file, a key or a value is wrong.
     """
     given = read_yaml(find_config(file))
     problems: list[str] = []

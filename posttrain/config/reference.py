@@ -27,7 +27,7 @@ def config_names() -> list[str]:
 
 
 def reference_name(given: str | Path) -> str | None:
-    """The name of the reference config that `--config` means; None where it is a path, or nothing.
+    """Return the name of the reference config that `--config` means; None where it is a path, or nothing.
 
     quickstart/phase1_sft, quickstart/phase1_sft.yaml and configs/quickstart/phase1_sft.yaml are one name.
     """
@@ -36,7 +36,11 @@ def reference_name(given: str | Path) -> str | None:
 
 
 def find_config(given: str | Path) -> Path:
-    """The file that `--config` names: a path, or else the name of a reference config, from any folder."""
+    """Return the file that `--config` names: a path, or else the name of a reference config, from any folder.
+
+    Raises:
+        UserError: there is no such file, and a reference config has a similar name.
+    """
     if (found := reference_name(given)) is not None:
         return CONFIGS / f"{found}.yaml"
     if not os.path.exists(given) and (close := _like(_name(given))):
@@ -46,7 +50,7 @@ def find_config(given: str | Path) -> Path:
 
 
 def find_file(given: str | Path) -> Path | None:
-    """A file as it is named, or from any folder one of the project, e.g. configs/models/phi-4-mini.jinja."""
+    """Return a file by its path, or from any folder a file of the project, e.g. configs/models/phi-4-mini.jinja."""
     places = (Path(given), CONFIGS.parent / given, Path(__file__).parents[2] / given)
     return next(filter(os.path.isfile, places), None)
 
@@ -68,5 +72,5 @@ def _like(name: str) -> list[str]:
 
 
 def command(script: str) -> str:
-    """How the user starts a script: `python train_phase2_dpo.py`, or `posttrain dpo` where that is how this began."""
+    """Return how the user starts a script: `python train_phase2_dpo.py`, or `posttrain dpo` if started as posttrain."""
     return f"posttrain {_COMMANDS[script]}" if sys.argv[0].startswith("posttrain ") else f"python {script}.py"

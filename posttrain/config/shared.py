@@ -56,6 +56,7 @@ def wrong(text: str) -> PydanticCustomError:
 
 
 def hint(name: str, known: list[str]) -> str:
+    """Return "; did you mean `close_name`?" for a misspelt name, "" without a similar name."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean `{close[0]}`?" if close else ""
 

@@ -174,7 +174,7 @@ class EvaluationSection(Section):
         "test levels of each environment after the last step, for the best checkpoint", 256, ge=1, le=1_000_000
     )
     suites: FormerSuites = Field(
-        "a few held-out prompts on what phases 1 and 2 taught, asked at each evaluation: is it forgotten?",
+        "a few held-out prompts on what phases 1 and 2 taught, answered at each evaluation: is it forgotten?",
         FormerSuites(),
     )
 

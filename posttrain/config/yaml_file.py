@@ -48,7 +48,11 @@ for _tag, _pattern, _first, _build in (
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of YAML text. ValueError: it is not YAML, nested too deep, or a number has too many digits."""
+    """Return the value of YAML text.
+
+    Raises:
+        ValueError: it is not YAML, nested too deep, or a number has too many digits.
+    """
     try:
         return yaml.load(text, StrictLoader)
     except yaml.YAMLError as error:
@@ -58,7 +62,11 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file. UserError: it cannot be read, or does not hold keys."""
+    """Return the keys of a YAML file.
+
+    Raises:
+        UserError: it cannot be read, or does not hold keys.
+    """
     text = read_text(file, "Name another one.")
     try:
         content = parse_yaml(text)

@@ -62,7 +62,7 @@ TRAINING = {
 # Evaluation sets, which are never trained on, by their names in configs.
 HELD_OUT = {
     "gsm8k": HubSet("openai/gsm8k", "MIT", "test", 1_319, config="main"),
-    gsm8k.GSM8K_HELD_OUT: TRAINING["gsm8k"],  # only its held-out questions are asked
+    gsm8k.GSM8K_HELD_OUT: TRAINING["gsm8k"],  # only its held-out questions are used
     "math500": HubSet("HuggingFaceH4/MATH-500", "MIT (as hendrycks/math)", "test", 500),
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "test_prefs", 2_000),
 }
@@ -87,9 +87,16 @@ FORMATS: dict[str, tuple[formats.Recognise, str]] = {  # of the others, and of p
 
 
 def read_rows(source: Source, key: str, seed: int, report: SourceReport | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source in the form that `filters` takes. key: where the config names it.
+    """Yield the rows of a source in the form that `filters` takes.
 
-    report: gets the format of each row, and its columns that were not read.
+    Args:
+        source: where the rows are.
+        key: key of the config that names the source, for messages.
+        seed: of embedded rows.
+        report: gets the format of each row, and the columns that were not read.
+
+    Raises:
+        UserError: the source cannot be read, or a row has no known format.
     """
     for place, row in _open(source, key, seed):
         found = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
@@ -100,7 +107,12 @@ def read_rows(source: Source, key: str, seed: int, report: SourceReport | None =
 
 
 def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
-    """Return the kind of a file or a set on the Hub, judged by its first row. key: where it is named."""
+    """Return the kind of a file or a set on the Hub, judged by its first row.
+
+    Args:
+        path: of a file, or the name of a set.
+        key: key of the config that names it, for messages.
+    """
     for _, row in _open(Source(kind="messages", path=path), key, 0):
         return "messages" if isinstance(formats.as_pair(row), str) else "preferences"
     return "messages"
@@ -109,11 +121,20 @@ def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
 def evaluation_rows(
     path: str, kind: Literal["questions", "prompts", "recall", "preferences"], key: str, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the first rows of a local file, ready for a suite. key: where the config names it.
+    """Return the first rows of a local file, ready for a suite.
 
     {"question", "answer"} for questions, {"messages"} for prompts, {"messages", "answer"} for recall (the last message
     is the user's), {"chosen", "rejected"} for preferences (whole dialogues, equal but for the last answer). Columns
     that no suite needs are left out.
+
+    Args:
+        path: of the file.
+        kind: what the suite needs.
+        key: key of the config that names the file, for messages.
+        most: number of rows; None for all.
+
+    Raises:
+        UserError: the file cannot be read, or a row does not fit the suite.
     """
     if not path.endswith(DATA_FILES):
         raise UserError(f"{key}={path} is neither a known name nor a {DATA_FILES_IN_WORDS} file.")

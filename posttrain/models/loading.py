@@ -36,11 +36,18 @@ CODE = "modeling_convgpt.py"  # the copy of posttrain/models/convgpt.py beside t
 def load(
     model: ModelSection, *, device: str, chat_template: str | None, training: bool = True
 ) -> tuple[PreTrainedModel, Chat]:
-    """Return the model on its device, and its chat.
+    """Load the model onto its device, and its chat.
 
-    dtype "auto" is float32 whatever the checkpoint holds, so that training has full master weights (autocast supplies
-    bfloat16); without `training` it is bfloat16 where the hardware has it. For tuning=qlora the weights are 4-bit; the
-    adapter comes from `peft_config`.
+    Args:
+        model: which model, its tuning and dtype. "auto" is float32 whatever the checkpoint holds, so that training has
+            full master weights (autocast supplies bfloat16). For tuning=qlora the weights are 4-bit; `peft_config`
+            gives the adapter.
+        device: "auto", "cpu", "cuda" or "mps".
+        chat_template: path of a template, or None for the model's own.
+        training: False makes dtype "auto" bfloat16 where the hardware has it.
+
+    Raises:
+        UserError: the model is missing, damaged or not supported, or has another template.
     """
     place = hardware.resolve_device(device)
     if place.type == "cpu" and not torch.cuda.is_available():
@@ -75,7 +82,11 @@ def load(
 
 
 def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
-    """Return tokenizer and template. UserError: a previous phase trained with another template."""
+    """Return tokenizer and template.
+
+    Raises:
+        UserError: a previous phase trained with another template.
+    """
     check_source(model)
     config = load_config(model)  # the tokenizer's loader reads it as well, and would take the blame
     check_tokenizer(model)
@@ -104,7 +115,10 @@ def _check_ids(name: str, tokenizer: Any, config: Any) -> None:
 def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) -> LoraConfig | None:
     """Return peft's settings for tuning=lora or qlora; None for full fine-tuning.
 
-    Tokens that the chat had to add have no trained embedding yet: given net and chat, their rows are trained as well.
+    Args:
+        model: which tuning.
+        net: the loaded model.
+        chat: its chat. Tokens that the chat had to add have no trained embedding yet: their rows are trained as well.
     """
     if model.tuning == "full":
         return None
@@ -186,7 +200,7 @@ def parameters_not_finite(net: Any) -> str:
 def whole_again(net: Any, cfg: TrainingRun, chat: Chat) -> Any:
     """Return an ordinary model on the CPU with the weights of a sharded one, in the first process; None in the others.
 
-    All processes must call it. The model is read again, with its adapter, and gets these weights.
+    All processes must call it. It loads the model again, with its adapter, and copies the weights.
     """
     weights = sharding.whole_weights(net)
     if not runlog.is_main_process():
@@ -213,11 +227,20 @@ def save(
 ) -> Path:
     """Write a phase's result: whole weights, tokenizer, template, the config that made them, model card, manifest.
 
-    `history` are the records of the phases that made it (model_card.py); without them there is no card.
-
     A LoRA adapter is merged into the weights (into the float32 weights of `source` where those in memory have 4 or 16
-    bits, which would round the result) and also saved in `adapter/` beside the folder. UserError, and nothing is
-    written, where weights are not finite.
+    bits, which would round the result) and also saved in `adapter/` beside the folder.
+
+    Args:
+        folder: the result's folder, as runs/mine/final.
+        net: the trained model.
+        chat: its chat.
+        config: the run's config as values of JSON.
+        source: the model that the phase started from.
+        history: `model_card.phase_record` of the phases that made the model; without them there is no card.
+        **meta: values to store in the manifest, as `phase` and `step`.
+
+    Raises:
+        UserError: a weight is not finite; nothing is written then.
     """
     _require_finite(folder, net)
     net_type = net.config.model_type

@@ -3,7 +3,7 @@
 report.html and comparison.html compare every common figure of the headline table on common items. The intervals are
 paired and hold simultaneously at 95 % (Bonferroni), also for few items: an interval excludes zero only if an exact test
 rejects zero (`metrics.paired_interval`). If it includes zero, the page says how many items would show a difference of
-this size, or of 5 points if there is none: a normal approximation with 80 % power.
+this size, or of 5 points if both are equal: a normal approximation with 80 % power.
 
 A figure of several kinds of problems can hide a change of one kind. So if the verdict on the whole is “cannot tell”,
 the parts that changed are named, each at 95 % separately.
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class Comparison(NamedTuple):
     """One figure of two models: how `after` differs from `before` on n common items.
 
-    needed: items that would show a difference of this size, or of UNSEEN if there is none; 0 if every item is equal.
+    needed: items that would show a difference of this size, or of UNSEEN if both are equal; 0 if every item is equal.
     examples: the pairs of rows that differ most. parts: the change by kind of item, if there are several kinds.
     """
 
@@ -86,7 +86,7 @@ class Comparison(NamedTuple):
 
 
 def compare_models(before: Model, after: Model) -> list[Comparison]:
-    """Compare every figure of both models on common items with equal sampling; UserError if there is none."""
+    """Compare every figure of both models on common items with equal sampling; UserError without any."""
     if comparisons := _in_common(before, after, MOST_EXAMPLES):
         return comparisons
     raise UserError(

@@ -182,7 +182,8 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a `metrics.jsonl` (or another file with steps); a torn row at its end is left out.
 
-    UserError for a row that is damaged or has no step.
+    Raises:
+        UserError: a row is damaged or has no step.
     """
     remedy = "Remove that line (the others are kept), then continue."
     rows = files.read_json_lines(path, remedy)

@@ -18,11 +18,20 @@ FIGURES = ("eval_loss", "eval_mean_token_accuracy", "eval_rewards/accuracies", "
 
 
 def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed: Any) -> Any:
-    """Return TRL's SFTConfig or DPOConfig: the config's `trainer` section over the device's defaults, `fixed` over all.
+    """Return TRL's SFTConfig or DPOConfig from a config.
 
     Activations are recomputed only where memory is scarce: TRL does so everywhere, and on a CPU it only costs time.
-    bfloat16, which TRL switches on everywhere as well, is as `hardware.settle` has put it into the config. The first
-    step is logged, and `Reporter` logs the last one: a run on little data may be shorter than `logging_steps`.
+    bfloat16, which TRL switches on everywhere, is as `hardware.settle` has set it in the config. The first step is
+    logged, and `Reporter` logs the last one: a run on little data may be shorter than `logging_steps`.
+
+    Args:
+        kind: SFTConfig or DPOConfig.
+        cfg: SFTRun or DPORun, whose section `trainer` replaces the defaults for the device.
+        device: of this process.
+        **fixed: fields that the config cannot change.
+
+    Raises:
+        UserError: fields cannot be used together, or would have no effect.
     """
     defaults = {
         "gradient_checkpointing": device.type == "cuda",

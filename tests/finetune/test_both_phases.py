@@ -63,7 +63,7 @@ def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_run(
 ) -> None:
     """Phase 2 does not compute the reference's log-probs again."""
     stop = signal.SIGTERM if phase.script is SFT else signal.SIGINT
-    file, report = phase.config_in(tmp_path), training.Reporter.on_log
+    file, report, whole = phase.config_in(tmp_path), training.Reporter.on_log, phase.whole
 
     def signal_at_step_6(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
         report(self, args, state, control, **more)
@@ -80,8 +80,8 @@ def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_run(
     monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", lambda *_, **__: pytest.fail("computed again"))
     phase.train("--config", str(file), "--resume")
     for figure in ("loss", "grad_norm", "num_tokens"):
-        assert rows_of(tmp_path / "run", figure) == rows_of(phase.whole, figure)
-    assert same_weights(tmp_path / "run", phase.whole)
+        assert rows_of(tmp_path / "run", figure) == rows_of(whole, figure)
+    assert same_weights(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize(

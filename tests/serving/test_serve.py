@@ -506,5 +506,5 @@ def test_a_mistake_is_one_paragraph(
         with pytest.raises(UserError, match=words):
             serve.main([str(final), *wrong])
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    with pytest.raises(UserError, match=r"fastapi and uvicorn.*requirements-extras"):
+    with pytest.raises(UserError, match=r"fastapi and uvicorn.*pip install '\.\[serve\]'"):
         serve.main([str(final)])
