@@ -49,7 +49,7 @@ class Source(Section):
     )
     path: str = Field(f"a local file ({DATA_FILES_IN_WORDS}), Hub id, or `embedded` (generated here)", min_length=1)
     rows: int | None = Field("rows kept after filtering, sampled by seed; null keeps all", None, ge=1)
-    weight: float = Field("how often its rows are seen in one epoch: 2 twice, 0.5 half of them", 1.0, gt=0, le=1000)
+    weight: float = Field("how often an epoch contains its rows: 2 for twice, 0.5 for half of them", 1.0, gt=0, le=1000)
     code: Literal["drop", "mask"] | None = Field(
         "openmathinstruct: drop solutions with code, or keep them with the interpreter's output masked", None
     )
@@ -117,7 +117,7 @@ def _of_kind(*kinds: str) -> AfterValidator:
     def check(data: DataSection) -> DataSection:
         for n, source in enumerate(data.sources):
             if source.kind not in kinds:
-                raise wrong(f"sources.{n}.kind is {source.kind}; this phase reads {', '.join(kinds)}")
+                raise wrong(f"sources.{n}.kind is {source.kind}, but this phase reads {', '.join(kinds)}")
         if data.flip_labels and kinds != DPO_KINDS:
             raise wrong("flip_labels is for pairs, which only phase 2 has")
         return data

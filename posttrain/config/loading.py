@@ -168,7 +168,7 @@ def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None 
     else:
         if not problems:
             return config
-    raise UserError("\n  ".join([f"{file} and its overrides cannot be used as they are:", *problems]))
+    raise UserError("\n  ".join([f"{file} with its overrides has these errors:", *problems]))
 
 
 def dump(cfg: BaseModel) -> str:
@@ -328,7 +328,7 @@ def _no_options(
     message = f"{' and '.join(options)} {are} of this script. "
     message += f"Keys of the config are written KEY=VALUE: `{' '.join(write)}`." if write else ""
     if nothing_like:
-        message += f"{' ' if write else ''}No key is like {' or '.join(nothing_like)}; --help lists them."
+        message += f"{' ' if write else ''}There is no key like {' or '.join(nothing_like)}; --help lists them."
     return message
 
 

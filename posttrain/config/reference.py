@@ -21,7 +21,7 @@ _COMMANDS = {
 
 
 def config_names() -> list[str]:
-    """The reference configs of the scripts: chat, quickstart/phase1_sft, ..."""
+    """Return the names of the reference configs of the scripts: chat, quickstart/phase1_sft, ..."""
     names = (file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.rglob("*.yaml"))
     return sorted(name for name in names if not name.startswith(("accelerate/", "presets/")))
 
@@ -60,7 +60,7 @@ def _name(given: str | Path) -> str:
 
 
 def _like(name: str) -> list[str]:
-    """The reference configs whose name begins so or is spelled like this one, or else its last part."""
+    """Return the reference configs whose names begin with this one, or are similar, or have a similar last part."""
     names, last = config_names(), name.rpartition("/")[2]
     lasts = difflib.get_close_matches(last, {each.rpartition("/")[2] for each in names}, 1, 0.8)
     begun = [each for each in names if name and each.startswith(name)][:3]

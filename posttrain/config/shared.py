@@ -110,8 +110,8 @@ class ModelSection(Section):
 
 class ChatSection(Section):
     template: str | None = Field(
-        "chatml, which is ours, or the path of a Jinja template (TRL's chat_template_path); null keeps the model's own"
-        " if usable, else ours",
+        "chatml, this project's own, or the path of a Jinja template (TRL's chat_template_path); null keeps the"
+        " model's own if usable, else chatml",
         None,
     )
 
@@ -130,7 +130,7 @@ class EnvSection(Section):
 
     @property
     def title(self) -> str:
-        """Its name in metrics."""
+        """Return its name in metrics."""
         return self.label or self.name
 
 
@@ -167,7 +167,8 @@ class ProtocolSection(Section):
         "added to the reward for each turn without a valid action (RAGEN's), three times an episode at most", -0.1, le=0
     )
     force_think: bool = Field(
-        "give each answer its first tag unsampled, <think> or without think <answer>, as RAGEN always does", False
+        "start each answer with its first tag, not sampled: <think>, or without think <answer>, as RAGEN does",
+        False,
     )
     parser: OwnFunction | None = Field(
         "MODULE:FUNCTION that finds the actions in an answer; null takes the first well-formed <answer>, as RAGEN does",
@@ -297,7 +298,7 @@ class TrainingRun(Run):
 
     @property
     def learning_rate(self) -> float:
-        """The peak learning rate, from the config or from `model.tuning`."""
+        """Return the peak learning rate, from the config or from `model.tuning`."""
         trainer = self.trainer
         return trainer["learning_rate"] if isinstance(trainer, dict) else trainer.learning_rate
 

@@ -112,7 +112,7 @@ class RolloutSection(Section):
 
     @property
     def conversations(self) -> int:
-        """How many are sampled at a time: `slots`, or all of a step where no plan has chosen it."""
+        """Return how many are sampled at a time: `slots`, or all of a step where no plan has chosen it."""
         return self.slots or self.groups * self.num_generations
 
 
@@ -186,8 +186,8 @@ class CheckpointSection(Section):
 
 class DiagnosticsSection(Section):
     every: int = Field(
-        "steps between two looks at whether thoughts depend on their prompts, RAGEN-2's mutual information; 0 never"
-        " looks",
+        "steps between two measurements of RAGEN-2's mutual information between thoughts and their prompts; 0 never"
+        " measures it",
         10,
         ge=0,
     )
@@ -292,7 +292,7 @@ class StarPORun(TrainingRun):
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Whether an update can read common prefixes once: not with recomputed layers, or a critic of its own trunk."""
+        """Return whether an update can read common prefixes once: not with recomputed layers or a separate critic."""
         own_trunk = self.algorithm.critical and self.algorithm.critic.kind != "shared"
         return not self.trainer.gradient_checkpointing and not own_trunk
 

@@ -25,7 +25,7 @@ class StrictLoader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key.value, str) and key.value in seen:
-                words = f"the key `{key.value}` is there twice"
+                words = f"the key `{key.value}` is written twice"
                 raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
@@ -73,5 +73,5 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file} is not YAML: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file} should hold lines of `key: value`, but as a whole is a {type(content).__name__}.")
+        raise UserError(f"{file} should contain lines of `key: value`, but contains a {type(content).__name__}.")
     return content
