@@ -56,7 +56,7 @@ def register(env: type[TextEnv]) -> None:
 
 
 def _check_whole(env: type[TextEnv]) -> None:
-    """ValueError unless a class has all that is required of an environment."""
+    """Raise ValueError unless a class has everything that an environment needs."""
     lacks = [f"{method}()" for method in sorted(env.__abstractmethods__)]
     lacks += [field for field in ("name", "actions") if not hasattr(env, field)]
     if lacks:
@@ -134,7 +134,7 @@ def _by_path(path: str) -> type[TextEnv]:
 
 
 def option(text: str) -> tuple[str, Any]:
-    """`size=5` -> ("size", 5); `observation=grid` -> ("observation", "grid")."""
+    """Return an option: ("size", 5) for `size=5`, ("observation", "grid") for `observation=grid`."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError(

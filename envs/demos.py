@@ -72,7 +72,7 @@ def default_mix(env: TextEnv) -> dict[str, float]:
 
 
 def parse_mix(text: str) -> dict[str, float]:
-    """`expert:0.9,random:0.1` -> {"expert": 0.9, "random": 0.1}; shares are made to sum to 1."""
+    """Return {"expert": 0.9, "random": 0.1} for `expert:0.9,random:0.1`; the shares are scaled to the sum 1."""
     mix: dict[str, float] = {}
     for part in text.split(","):
         player, _, share = part.strip().partition(":")
@@ -99,7 +99,7 @@ class Style:
             raise ValueError("A plan has at least one move.")
 
     def require(self, env: TextEnv) -> None:
-        """ValueError where the thought would tell what only chance decides, or what the model cannot see."""
+        """Raise ValueError where the thought would name what only chance decides, or what the model cannot see."""
         if self.thought not in ("plan", "next_state") or (env.deterministic and env.observable):
             return
         why = "depends on what the observation does not show" if env.deterministic else "chance decides"
@@ -284,7 +284,11 @@ class Recipe:
     left_out: Counter[str] = field(default_factory=Counter)  # filled while rows are made
 
     def rows(self, n: int) -> Iterator[dict[str, Any]]:
-        """`n` rows; the first k of them do not depend on n. ValueError where an environment gives none."""
+        """Yield `n` rows; the first k of them do not depend on n.
+
+        Raises:
+            ValueError: an environment gives no row.
+        """
         found, tried = [0] * len(self.envs), [0] * len(self.envs)
         for number in range(1, n + 1):
             owed = [weight * number / sum(self.weights) - k for weight, k in zip(self.weights, found, strict=True)]

@@ -1,4 +1,4 @@
-"""Can the model cross the ice?  gymnasium's FrozenLake on random maps, told in text.
+"""Can the model cross the ice?  gymnasium's FrozenLake on random maps, as text.
 
 A level is a map of S (start), G (goal), H (hole) and F (frozen) in which a path leads from S to G.
 """
@@ -254,7 +254,7 @@ class FrozenLake(TextEnv):
 
 @lru_cache(maxsize=4096)
 def transitions(level: tuple[str, ...], chance: float) -> dict[int, dict[int, list[tuple[float, int, float, bool]]]]:
-    """gymnasium's own table: state -> action -> [(probability, next state, reward, ended)]."""
+    """Return gymnasium's own table: state -> action -> [(probability, next state, reward, ended)]."""
     return frozen_lake.FrozenLakeEnv(desc=list(level), is_slippery=chance < 1, success_rate=chance).P
 
 
@@ -272,7 +272,7 @@ def lake_model(level: tuple[str, ...], chance: float) -> tuple[np.ndarray, np.nd
 
 @lru_cache(maxsize=1 << 16)
 def values_within(level: tuple[str, ...], chance: float, horizon: int) -> np.ndarray:
-    """V_h(s) = max_a sum_s' P(s'|s,a) V_{h-1}(s'), V_0 = [s is the goal]; goal and holes are absorbing."""
+    """Return V_h(s) = max_a sum_s' P(s'|s,a) V_{h-1}(s'), V_0 = [s is the goal]; goal and holes are absorbing."""
     value, odds = lake_model(level, chance)
     for _ in range(horizon):
         value = (odds @ value).max(0)
@@ -281,7 +281,7 @@ def values_within(level: tuple[str, ...], chance: float, horizon: int) -> np.nda
 
 @lru_cache(maxsize=4096)
 def values_without_deadline(level: tuple[str, ...], chance: float) -> np.ndarray:
-    """Discounted value iteration to convergence, the goal worth 1."""
+    """Return the values of discounted value iteration at convergence, with 1 at the goal."""
     value, odds = lake_model(level, chance)
     goal = value == 1
     while True:
@@ -293,7 +293,7 @@ def values_without_deadline(level: tuple[str, ...], chance: float) -> np.ndarray
 
 @lru_cache(maxsize=4096)
 def steps_to_goal(level: tuple[str, ...]) -> list[int]:
-    """Per cell the moves to the goal around the holes, -1 where there is no way (breadth first, from the goal)."""
+    """Return for each cell the moves to the goal around the holes, -1 without a way (breadth first, from the goal)."""
     size, cells = len(level), "".join(level)
     steps = [-1] * len(cells)
     queue = deque([cells.index("G")])

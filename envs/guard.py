@@ -78,7 +78,7 @@ class OwnPagesOnly:
 
 
 def own_headers(send: Any) -> Any:
-    """Drops CORS headers, which let other websites read an answer, and keeps cookies to this one."""
+    """Return a `send` that drops CORS headers (other websites could read an answer) and keeps cookies to this site."""
 
     async def sending(message: Any) -> None:
         if message["type"] == "http.response.start":

@@ -1,6 +1,6 @@
 r"""Are two answers of mathematics equal?  Here as far as their form goes; formulas are left to math-verify.
 
-    equal("x = 7.0 cm", "7", same)            # True, and `same` is not asked
+    equal("x = 7.0 cm", "7", same)            # True, without a call of `same`
     equal("5 m", "5 cm", same), equal("12_8", "12", same), equal("6=7", "7", same)         # all False
     equal("1+2i", "2i+1", same)               # what same("1+2{i}", "2{i}+1") says
 Both texts take the one step of envs/math_spelling.py first. Numbers are compared exactly, lists, points and matrices
@@ -95,7 +95,7 @@ def same_text(one: str, other: str) -> bool:
 
 
 def equal(given: str, answer: str, same: Same) -> bool:
-    """Return whether an expression is the answer; `same` is asked about the formulas in them."""
+    """Return whether an expression is the answer; `same` compares the formulas in them."""
     if same_text(given, answer):
         return True  # also where math-verify could read neither, such as a name
     said = frozenset(LETTERS.findall(" ".join(IN_WORDS.findall(f"{given} {answer}"))))
@@ -386,7 +386,7 @@ def parts(text: str) -> tuple[str, str, list[str]] | None:
 
 
 def names_variable(side: str, answer: str = "") -> bool:
-    r"""Return whether a side of an equation names what is asked for: x, f(2), a+b; not 2x, -x, x^2, 13 or x.
+    r"""Return whether a side of an equation names the unknown: x, f(2), a+b; not 2x, -x, x^2, 13 or x.
 
     Of an answer with letters it is one name that the answer does not have.
     """

@@ -114,7 +114,7 @@ class MathJudge:
         return math_answers.equal(given, answer, self._ask)
 
     def correct_many(self, pairs: Iterable[tuple[str, str]]) -> list[bool]:
-        """`correct` for each (text, answer); one that hangs costs its 2 s and no other its verdict."""
+        """Return `correct` for each (text, answer); one that hangs takes 2 s and does not change the other results."""
         return [self.correct(text, answer) for text, answer in pairs]
 
     def start(self) -> None:
@@ -137,7 +137,7 @@ class MathJudge:
             self._worker = None
 
     def _ask(self, given: str, answer: str) -> bool:
-        """math-verify's word on two formulas, within what is left of the answer's time."""
+        """Return whether math-verify accepts a formula, within the time that is left for the answer."""
         if self._left <= 0:
             return False
         if self._worker is not None and self._worker.poll() is not None:
@@ -157,7 +157,7 @@ class MathJudge:
         return verdict == "true"
 
     def _line(self, seconds: float) -> str | None:
-        """Return the worker's next line; None when it said nothing in time or died."""
+        """Return the worker's next line; None when it was too late or died."""
         assert self._worker is not None and self._worker.stdout is not None
         ready, _, _ = select.select([self._worker.stdout], [], [], seconds)
         line = self._worker.stdout.readline() if ready else b""

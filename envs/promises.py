@@ -112,7 +112,7 @@ def broken_promises(subject: Subject) -> list[str]:
 
 
 def already(sentences: Iterable[str], cause: str) -> bool:
-    """Return whether the same error at the same place was told before, whatever was checked then."""
+    """Return whether the same error at the same place was reported before, by any check."""
     return any(sentence.startswith(cause[:-1]) for sentence in sentences)
 
 

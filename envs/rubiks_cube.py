@@ -1,4 +1,4 @@
-"""Can the model turn a small cube back?  The 2x2x2 Rubik's cube, told by the stickers of its faces.
+"""Can the model turn a small cube back?  The 2x2x2 Rubik's cube, described by the stickers of its faces.
 
 A level is a cube as 24 letters, face after face, and whether its kind is held out. Two cubes that differ by turning the
 whole cube in the hand are the same puzzle. All 3,674,160 puzzles are in one table of exact distances, which is
@@ -224,7 +224,7 @@ def _clockwise(vector: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...
 
 
 def _turning(axis: tuple[int, ...], whole: bool) -> Order:
-    """For each sticker of the turned cube, which one comes there when a face, or the whole cube, is turned."""
+    """Return for each sticker of the turned cube which one moves there when a face, or the whole cube, is turned."""
     places = stickers()
     order = list(range(len(places)))
     for i, (place, outward) in enumerate(places):

@@ -1,7 +1,7 @@
 """How does an OpenEnv server become one of our environments?  `make("openenv", url="http://localhost:8000")`.
 
-A server that offers tasks is asked for those of each split, any other for seeds. One thread speaks for all episodes of
-a process. What a server does not answer within `timeout` seconds, or a server that is gone, ends the episode with a
+A server that offers tasks gets those of each split, any other gets seeds. One thread serves all episodes of a
+process. What a server does not answer within `timeout` seconds, or a server that is gone, ends the episode with a
 ServerError: it is counted as crashed, never as lost.
 """
 
@@ -63,10 +63,31 @@ class Offer(NamedTuple):
 
 
 class OpenEnv(TextEnv):
-    """An environment behind a server: its action is one field of text or of a whole number.
+    """An environment behind a server, with the protocol of OpenEnv.
 
-    `action` and `observation` name the fields where the server has several. `rules` replaces its description. An
-    episode that ends is a success where the server's metadata says so, else with a reward of at least `success_at`.
+    ## Action space
+    One of the actions that the server lists, or free text: the value of one field, of text or of a whole number.
+
+    ## Observation space
+    Text: one field of the server's observation, or all of them, one per line.
+
+    ## Rewards
+    The server's.
+
+    ## Starting state
+    A task of the server in the split, or a seed where it does not list tasks.
+
+    ## Episode end
+    Terminated when the server says so: a success where its metadata says so, or else with a reward of at least
+    `success_at`. Truncated when its metadata says so, or by the protocol, after the server's `max_turns` or 8.
+
+    ## Arguments
+    - `url`: address of the server, e.g. http://localhost:8000.
+    - `action=""`, `observation=""`: names of the fields, where the server has several.
+    - `rules=""`: text that replaces the server's description.
+    - `success_at=1.0`: reward of a success.
+    - `timeout=30.0`: seconds until an answer must be complete.
+    - `render_mode=None`: or "ansi".
     """
 
     name = "openenv"
@@ -132,7 +153,7 @@ class OpenEnv(TextEnv):
         self.take(self.opened())
 
     def task(self) -> dict[str, Any]:
-        """Return what reset() is asked for. Beside a task, the seed is that of chance inside the episode."""
+        """Return the arguments of reset(). Beside a task, the seed is that of chance inside the episode."""
         if not self.level.split:
             return {"seed": self.level.index}
         noise = {} if self.noise_seed is None else {"seed": self.noise_seed}
@@ -180,7 +201,7 @@ class OpenEnv(TextEnv):
         try:
             return self.understood(checked(answers.StepResult, vars(result), f"An answer of {self.where[0]}"))
         except ServerError:
-            if self.session is not None:  # what such a server says next is not to be trusted
+            if self.session is not None:  # no further answer of such a server is trusted
                 self.session.drop()
             raise
 
@@ -239,7 +260,7 @@ def readable_field(said: dict[str, Any], field: str) -> str:
 
 @lru_cache
 def server_offer(url: str, timeout: float, action: str = "") -> Offer:
-    """Return what a server offers; it is asked once per process."""
+    """Return what a server offers; one request per process."""
     schema = checked(answers.Schema, request_json(url, "/schema", timeout), f"/schema of {url}")
     rules = checked(answers.Metadata, request_json(url, "/metadata", timeout), f"/metadata of {url}").description or ""
     fields, needed = schema.action.properties, schema.action.required
@@ -322,10 +343,10 @@ def fetched(url: str, path: str, timeout: float, data: dict[str, Any] | None) ->
 
 
 def connection(client: Any) -> Any:
-    """Return what a client talks through; None where there is nothing.
+    """Return the websocket of a client; None without one.
 
-    A client that lost it connects again by itself, to a session that knows nothing of the episode, and is silent:
-    openenv 0.10 has no public name for it.
+    A client that lost it silently connects again, to a session that does not know the episode. openenv 0.10 has no
+    public name for it.
     """
     return getattr(client, "_ws", None)
 
@@ -395,7 +416,7 @@ class Session:
             raise ServerError(f"The OpenEnv server at {self.url} failed in {what}: {problem}") from error
 
     def drop(self) -> None:
-        """Never used again: what comes over it may belong to another question."""
+        """Close it for ever: its next message may belong to another request."""
         self.lost = True
         asyncio.run_coroutine_threadsafe(self.close(), loop())
 

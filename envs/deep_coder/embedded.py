@@ -181,7 +181,7 @@ def problem(draft: Draft, called: bool) -> CodeProblem | None:
 
 
 def examples(draft: Draft) -> list[tuple[tuple[Any, ...], Any]]:
-    """Arguments with their values: two samples, the edges, and samples again, of other values where it can be."""
+    """Return arguments with their values: two samples, the edges, and more samples, of other values where possible."""
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(draft.key.encode()).digest()[:8], "big"))
     edges = [(each, draft.answer(*each)) for each in draft.edges]
     found: list[tuple[tuple[Any, ...], Any]] = []
@@ -199,7 +199,10 @@ def examples(draft: Draft) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def behaviour(answer: Callable[[list[int]], Any]) -> str:
-    """Equal for two functions that answer alike, whatever their texts: else a test problem were a training problem."""
+    """Return a text that is equal for two functions with the same results, whatever their texts.
+
+    Otherwise a test problem could be a training problem.
+    """
     return hashlib.sha256(json.dumps([answer(numbers) for numbers in BATTERY]).encode()).hexdigest()
 
 

@@ -61,7 +61,7 @@ class TestOutcome:
 
 @lru_cache(maxsize=1)
 def require() -> None:
-    """ValueError, one paragraph, where there is no sandbox; tried once a process."""
+    """Raise ValueError, one paragraph, where there is no sandbox; a process tries once."""
     if not sys.platform.startswith("linux") or os.uname().machine not in ("x86_64", "aarch64"):
         raise ValueError(INSTALL)
     if shutil.which("bwrap") is None:

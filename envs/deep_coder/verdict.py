@@ -1,4 +1,4 @@
-"""Did a program pass its tests, and what may its author be told?  Outputs are compared here, outside of the sandbox.
+"""Did a program pass its tests, and what is the feedback?  Outputs are compared here, outside of the sandbox.
 
 Printed output is compared line by line, blank lines and white space between tokens aside; a token of the expected
 output that is written as a decimal fraction is met by any number within 1e-6 of it, absolutely or relatively. Values of
@@ -75,7 +75,7 @@ class CodeProblem:
 
 @dataclass(frozen=True)
 class TestVerdict:
-    """How many tests a program passed, how many of them pay, and what is said: Verdict(2, 1, "Passed 2 of 8 ...")."""
+    """How many tests a program passed, how many count for the reward, the feedback: Verdict(2, 1, "Passed 2 of 8 ...")."""
 
     passed: int
     paid: int
@@ -158,7 +158,7 @@ def weigh(problem: CodeProblem, outcomes: Iterable[TestOutcome]) -> TestVerdict:
 
 
 def _told_of(problem: CodeProblem, number: int, test: Test, outcome: TestOutcome) -> Iterator[str]:
-    """Yield what is said about a test that failed: of a hidden one only the kind of its failure."""
+    """Yield the feedback on a test that failed: of a hidden one only the kind of its failure."""
     if outcome.status == "syntax":
         yield short(outcome.error)
     elif number > problem.public:
@@ -211,7 +211,7 @@ def same_token(expected: str, found: str) -> bool:
 
 
 def same_value(expected: Any, found: Any) -> bool:
-    """As deep as `expected` goes, whatever was found."""
+    """Return whether a value equals `expected`, which decides how deep the comparison goes."""
     if isinstance(expected, list):
         return isinstance(found, list) and len(expected) == len(found) and all(map(same_value, expected, found))
     if isinstance(expected, dict):

@@ -81,7 +81,7 @@ class Backend(Protocol):
 
 
 class Unavailable(NoAnswer):
-    """No backend answered: there is no verdict about the proof."""
+    """The error that no backend answered: the proof has no verdict."""
 
 
 def tactic_refusal(tactic: str) -> str:

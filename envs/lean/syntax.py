@@ -203,7 +203,7 @@ def _inside(expr: Expr) -> Iterator[Expr]:
 
 
 def substitute(expr: Expr, name: str, by: Expr) -> Expr:
-    """`by` in place of the variable `name`; Unreadable where an ∃ inside would capture a name of `by`."""
+    """Return an expression with `by` for `name`; Unreadable where an ∃ inside would capture a name of `by`."""
     kind = expr[0]
     if kind == "name":
         return by if expr[1] == name else expr

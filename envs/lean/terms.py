@@ -66,7 +66,7 @@ def first_goal(binders: tuple[str, ...], statement: str) -> Goals:
 
 
 def sort_of(expr: Expr, goal: ProofGoal) -> str:
-    """Prop, Nat or List; Unreadable where the expression has no sort here."""
+    """Return Prop, Nat or List; Unreadable where the expression has no sort here."""
     kind = expr[0]
     if expr in (TRUE, FALSE):
         return "Prop"
@@ -96,7 +96,7 @@ def sort_of(expr: Expr, goal: ProofGoal) -> str:
 
 
 def unfold(formula: Expr) -> Expr:
-    """¬A as A → False and a ≠ b as a = b → False, at the top."""
+    """Return ¬A as A → False and a ≠ b as a = b → False, at the top."""
     if formula[0] == "not":
         return ("bin", "→", formula[1], FALSE)
     if formula[0] == "bin" and formula[1] == "≠":
@@ -214,7 +214,7 @@ def check_term(term: Expr, goal: ProofGoal) -> list[ProofGoal]:
 
 
 def _applied(term: Expr, goal: ProofGoal) -> tuple[Expr, list[ProofGoal]]:
-    """`infer` for an application whose arguments may have holes."""
+    """Return `infer` of an application whose arguments may have holes."""
     if term[0] != "app":
         return infer(term, goal), []
     found, holes = infer(term[1], goal), []

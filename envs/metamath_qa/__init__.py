@@ -84,7 +84,7 @@ class MetaMathQA(TextEnv):
         self.max_turns = self.attempts = attempts
         self.config = (path, 0 if path == EMBEDDED else rows)
         if path != EMBEDDED:
-            problems_of(*self.config)  # what cannot be read is said at once
+            problems_of(*self.config)  # report unreadable files at once
 
     @classmethod
     def draw(cls, config: tuple[str, int], rng: np.random.Generator) -> Iterator[Problem]:
@@ -183,7 +183,7 @@ def answer_in(action: str) -> str | None:
 def is_right(given: str, answer: str) -> bool:
     """Return whether an answer is the reference, with nothing left to work out; math-verify judges variables.
 
-    math-verify works out everything: asked about numbers, it would accept the question 2^3 + 4^2 as its own answer.
+    math-verify evaluates everything: for numbers it would accept the question 2^3 + 4^2 as its own answer.
     """
     if len(given) > LONGEST_ANSWER:
         return False

@@ -36,7 +36,7 @@ class Parameters:
         self.thing = THINGS[int(rng.integers(len(THINGS)))]
 
     def __call__(self, low: int, high: int) -> int:
-        """A whole number from `low` to `high`, both included."""
+        """Return a whole number from `low` to `high`, both included."""
         return int(self.rng.integers(low, high + 1))
 
 

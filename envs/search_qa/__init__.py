@@ -92,7 +92,7 @@ class SearchQA(TextEnv):
         self.retriever = Retriever(retriever, timeout) if retriever else None
         self.slow, self.deterministic = bool(retriever), not retriever
         self.config = path
-        if path != EMBEDDED:  # a folder that cannot be read is said at once
+        if path != EMBEDDED:  # report an unreadable folder at once
             questions_of(path)
             if self.retriever is None:
                 library_of(path)

@@ -19,7 +19,7 @@ TITLE_WEIGHT = 3  # a title counts as if it stood in the text so many times
 
 
 class JsonLines:
-    """The lines of a .jsonl file, read from the disk when they are asked for."""
+    """The lines of a .jsonl file, read from the disk when they are needed."""
 
     def __init__(self, path: Path) -> None:
         self.offsets = np.load(path.with_suffix(".offsets.npy"), mmap_mode="r")

@@ -33,7 +33,7 @@ def f1(given: str, answer: str) -> float:
 
 
 def reward(given: str, answer: str) -> float:
-    """1 for an exact match, else F1 where it is at least 0.3, else 0."""
+    """Return 1 for an exact match, else F1 where it is at least 0.3, else 0."""
     if exact_match(given, answer):
         return 1.0
     value = f1(given, answer)

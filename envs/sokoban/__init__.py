@@ -1,4 +1,4 @@
-"""Can the model push the boxes home?  gym-sokoban's rooms, told in text.
+"""Can the model push the boxes home?  gym-sokoban's rooms as text.
 
 A level is a room in letters (`rooms`), chosen by the length of its best solution, or drawn as RAGEN does.
 """

@@ -26,7 +26,7 @@ from envs.sudoku.puzzles import (
 
 __all__ = ["Sudoku"]
 
-CLUES = {4: (5, 8), 6: (12, 18), 9: (30, 40)}  # by size, where nothing else is asked for
+CLUES = {4: (5, 8), 6: (12, 18), 9: (30, 40)}  # by size, as default
 CLUES_OF_SEARCH = {6: (8, 11), 9: (30, 40)}  # the same for puzzles that need a guess
 MOST_CLUES_OF_SEARCH = {6: 13, 9: 40}  # with more, fewer than 1 in 300 needs one
 TRIES = 10  # puzzles for one that needs a guess: 1 in 70 does with 6 x 6 cells, 1 in 25 with 9 x 9

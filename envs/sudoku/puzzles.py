@@ -129,7 +129,7 @@ def grid_text(masks: list[int]) -> str:
 
 
 def candidates(shape: GridShape, grid: str) -> dict[int, int]:
-    """For each empty cell the values that neither its row nor its column nor its box has, as bits."""
+    """Return for each empty cell the values that its row, column and box do not have yet, as bits."""
     used = [0] * len(shape.units)
     for cell, value in enumerate(grid):
         if value != ".":
@@ -212,13 +212,7 @@ def make_puzzle(shape: GridShape, clues: int, rng: np.random.Generator) -> Puzzl
 
 @lru_cache(maxsize=1 << 14)
 def puzzle_key(clues: str) -> str:
-    """Equal for two puzzles that differ by the names of the digits and by a symmetry of the grid alone.
-
-    Symmetries are permutations of bands, of stacks, of the rows of a band and of the columns of a stack, and for
-    square boxes the exchange of rows and columns. Clues, rows, columns, boxes, bands, stacks and digits are the nodes
-    of a graph whose colours are refined (Weisfeiler and Leman 1968) until they no longer divide; the key is their
-    history. Two other puzzles may share a key, though hardly ever: then they share a split.
-    """
+    """Return a text that is equal for puzzles that differ only by the names of digits and a symmetry of the grid."""
     shape = shape_of(round(len(clues) ** 0.5))
     size, (high, wide) = shape.size, shape.box
     kinds = ["row" if high == wide or unit < size else "column" for unit in range(2 * size)] + ["box"] * size

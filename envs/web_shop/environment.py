@@ -79,7 +79,7 @@ class WebShop(TextEnv):
         self.config = CatalogueSource("embedded", 0, False)
         if path != "embedded":
             self.config = CatalogueSource(path, rows, human_goals is not False)
-            catalogue(self.config)  # what cannot be read is said at once
+            catalogue(self.config)  # report unreadable files at once
             self.max_turns = 15  # as RAGEN has it for the full catalogue
 
     @classmethod
@@ -94,7 +94,7 @@ class WebShop(TextEnv):
 
     @classmethod
     def split_of(cls, level: Goal) -> str:
-        """Embedded: by hash of the trio of products, so that no other split asks for it; files: see `published`."""
+        """Return the split: embedded goals by a hash of their three products, files as `published` says."""
         return level.split
 
     def begin(self, level: Goal) -> None:

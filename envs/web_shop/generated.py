@@ -158,7 +158,7 @@ def generate_catalogue() -> Catalogue:
 
 
 def _trio(rng: random.Random, category: str, aisle: Aisle, kind: str, usual: int) -> Iterator[Product]:
-    """Three products with the same attributes and options, each dearer than the one before: the limit decides."""
+    """Return three products with the same attributes and options at three prices: the limit decides."""
     attributes = rng.sample(aisle.attributes, 3)
     options = tuple((name, _some(rng, values)) for name, values in aisle.options.items())
     price = usual * rng.uniform(0.5, 1.0)
@@ -182,7 +182,7 @@ def _trio(rng: random.Random, category: str, aisle: Aisle, kind: str, usual: int
 
 
 def _some(rng: random.Random, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Three or four of the values, in their order."""
+    """Return three or four of the values, in their order."""
     kept = set(rng.sample(values, min(len(values), rng.choice((3, 4)))))
     return tuple(value for value in values if value in kept)
 

@@ -70,10 +70,7 @@ def wins(scored: Score) -> bool:
 
 
 def matching_options(product: Product, options: tuple[str, ...]) -> dict[str, str]:
-    """For each of these options a value of the product that matches it: {"color": "red", "size": "8"}.
-
-    The same value goes before one that resembles it. A choice that one option has taken is not changed for another.
-    """
+    """Return for each of these options a value of the product that matches it: {"color": "red", "size": "8"}."""
     chosen: dict[str, str] = {}
     for option in options:
         for name, values in product.options:
