@@ -75,7 +75,7 @@ class CodeProblem:
 
 @dataclass(frozen=True)
 class TestVerdict:
-    """How many tests a program passed, how many count for the reward, the feedback: Verdict(2, 1, "Passed 2 of 8 ...")."""
+    """Tests that passed, those that count for the reward, and the feedback: Verdict(2, 1, "Passed 2 of 8 ...")."""
 
     passed: int
     paid: int
