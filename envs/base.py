@@ -220,8 +220,10 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         try:
             self.level = draw_level(type(self), self.config, seed, split)
         except NoLevel as problem:
-            told = ", ".join(f"{option}: {json.dumps(value, default=str)}" for option, value in self.made_with.items())
-            with_options = f" with {told}" if told else ""
+            settings = ", ".join(
+                f"{option}: {json.dumps(value, default=str)}" for option, value in self.made_with.items()
+            )
+            with_options = f" with {settings}" if settings else ""
             raise NoLevel(f"{problem}{with_options}. Choose options that allow more levels.") from None
         self.begin(self.level)
         if self.actions is not None and OneOf(self.actions) != self.action_space:  # `begin` set those of the level
@@ -339,7 +341,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         return choices[int(self.policy_rng.integers(len(choices)))]
 
 
-def steps_told(way: tuple[int, int], moves: Mapping[str, tuple[int, int]]) -> str:
+def steps_in_words(way: tuple[int, int], moves: Mapping[str, tuple[int, int]]) -> str:
     """Return a way of (down, right) cells as steps in each direction: `Left 1 Up 2`; `here` for (0, 0)."""
     ahead = {name: down * way[0] + right * way[1] for name, (down, right) in moves.items()}
     return " ".join(f"{name} {steps}" for name, steps in ahead.items() if steps > 0) or "here"

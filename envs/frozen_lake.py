@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from gymnasium.envs.toy_text import frozen_lake
 
-from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
+from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_in_words, with_symbols
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "dead": "X", "arrived": "*", "edge": "#"}
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # gymnasium's order: 0, 1, 2, 3
@@ -159,7 +159,7 @@ class FrozenLake(TextEnv):
     def observe(self) -> str:
         if self.observation == "neighbours":
             beside = [f"{direction} {self._symbol(self._neighbour(direction))}" for direction in MOVES]
-            return " ".join([f"Goal {steps_told(self._way(), MOVES)}", *beside])
+            return " ".join([f"Goal {steps_in_words(self._way(), MOVES)}", *beside])
         positions = f"You {self._at(self.position)} Goal {self._at(self.goal)}"
         holes = " ; ".join(self._at(i) for i, cell in enumerate(self.cells) if cell == "H")
         coordinates = f"{positions} Holes {holes or 'none'}"

@@ -42,9 +42,9 @@ def stream_rows(
     empty = set(columns)
     try:
         for row in islice(_open(path, config, split), rows):
-            found = {column: row.get(column) for column in columns}
-            empty -= {column for column, value in found.items() if value is not None}
-            yield found
+            values = {column: row.get(column) for column in columns}
+            empty -= {column for column, value in values.items() if value is not None}
+            yield values
     except Exception as error:  # `datasets` raises classes of many libraries
         raise _unreadable(env, f"{path} (split {split})", error) from error
     if lacking := [column for column in columns if column in empty]:

@@ -64,11 +64,11 @@ def last_number(text: str) -> str | None:
     matches = list(NUMBER.finditer(text))
     if not matches:
         return None
-    found = matches[-1]
-    number = re.sub(SEPARATOR, "", found["number"]) + (found["power"] or "")
+    last = matches[-1]
+    number = re.sub(SEPARATOR, "", last["number"]) + (last["power"] or "")
     number = f"0{number}" if number.startswith(".") else number
-    signs = found["before"] + found["after"]
-    is_operand = TAKEN_FROM.search(text[max(0, found.start() - LOOK_BACK) : found.start()]) is not None
+    signs = last["before"] + last["after"]
+    is_operand = TAKEN_FROM.search(text[max(0, last.start() - LOOK_BACK) : last.start()]) is not None
     return f"-{number}" if signs.endswith("-") and (len(signs) == 2 or not is_operand) else number
 
 
@@ -103,15 +103,15 @@ class MathJudge:
 
     def correct(self, text: str, answer: str) -> bool:
         """Return whether the text's last box holds this answer."""
-        given = last_boxed(text)
-        return given is not None and self.equal(given, answer)
+        response = last_boxed(text)
+        return response is not None and self.equal(response, answer)
 
-    def equal(self, given: str, answer: str) -> bool:
+    def equal(self, response: str, answer: str) -> bool:
         """Return whether an expression equals the answer."""
-        if WHOLE_NUMBER.fullmatch(given) and WHOLE_NUMBER.fullmatch(answer):
-            return int(given) == int(answer)  # most answers are: no need to look closer
+        if WHOLE_NUMBER.fullmatch(response) and WHOLE_NUMBER.fullmatch(answer):
+            return int(response) == int(answer)  # most answers are: no need to look closer
         self._left = self.seconds
-        return math_answers.equal(given, answer, self._ask)
+        return math_answers.equal(response, answer, self._ask)
 
     def correct_many(self, pairs: Iterable[tuple[str, str]]) -> list[bool]:
         """Return `correct` for each (text, answer); one that hangs takes 2 s and does not change the other results."""
@@ -136,7 +136,7 @@ class MathJudge:
             self._worker.communicate()
             self._worker = None
 
-    def _ask(self, given: str, answer: str) -> bool:
+    def _ask(self, response: str, answer: str) -> bool:
         """Return whether math-verify accepts a formula, within the time that is left for the answer."""
         if self._left <= 0:
             return False
@@ -146,7 +146,7 @@ class MathJudge:
             self.start()
         assert self._worker is not None and self._worker.stdin is not None
         began = time.monotonic()
-        self._worker.stdin.write(json.dumps([given, answer]).encode() + b"\n")
+        self._worker.stdin.write(json.dumps([response, answer]).encode() + b"\n")
         self._worker.stdin.flush()
         verdict = self._line(self._left)
         self._left -= time.monotonic() - began

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-_said: set[tuple[str, str]] = set()
+_reported: set[tuple[str, str]] = set()
 
 
 class ProcessState(NamedTuple):
@@ -57,8 +57,8 @@ class ProcessState(NamedTuple):
             changed["torch's number of threads"] = f"to {now.threads}"
             torch.set_num_threads(self.threads)
         for what, how in changed.items():
-            if (who, what) not in _said:
-                _said.add((who, what))
+            if (who, what) not in _reported:
+                _reported.add((who, what))
                 print(
                     f"{who} changed {what} {how}, for all of this process. It was put back and will be each time:"
                     " an environment must leave it as it is.",

@@ -117,7 +117,7 @@ class OpenEnv(TextEnv):
         self.config = (url.rstrip("/"), self.offer.splits)
         self.max_turns = self.offer.max_turns or self.max_turns
         self.shown, self.success_at = observation, success_at
-        self.own_rules, self.told_rules = rules, self.offer.rules
+        self.own_rules, self.server_rules = rules, self.offer.rules
         self.session: Session | None = None
 
     @classmethod
@@ -206,16 +206,16 @@ class OpenEnv(TextEnv):
             raise
 
     def understood(self, result: answers.StepResult) -> float:
-        said, source = dict(result.observation or {}), f"An observation of {self.where[0]}"
-        self.beside = {**(checked(answers.Observed, said, source).metadata or {}), **(result.metadata or {})}
-        said.pop("metadata", None)
+        fields, source = dict(result.observation or {}), f"An observation of {self.where[0]}"
+        self.beside = {**(checked(answers.Observed, fields, source).metadata or {}), **(result.metadata or {})}
+        fields.pop("metadata", None)
         beside = checked(answers.Beside, self.beside, f"The metadata of an observation of {self.where[0]}")
         if self.offer.max_turns:  # a server of openenv_server.py
-            opening = checked(answers.Opening, said, source)
-            self.told_rules = opening.rules or self.told_rules
+            opening = checked(answers.Opening, fields, source)
+            self.server_rules = opening.rules or self.server_rules
             self.actions = tuple(opening.actions or ()) or self.actions
-            said = {key: value for key, value in said.items() if key not in answers.Opening.model_fields}
-        text = readable_field(said, self.shown) or "(nothing)"
+            fields = {key: value for key, value in fields.items() if key not in answers.Opening.model_fields}
+        text = readable_field(fields, self.shown) or "(nothing)"
         if len(text) > TEXT:
             raise ServerError(f"{source} has {len(text):,} characters, more than {TEXT:,}.")
         self.text = text
@@ -231,7 +231,7 @@ class OpenEnv(TextEnv):
         return self.text
 
     def rules(self) -> str:
-        return self.own_rules or self.told_rules
+        return self.own_rules or self.server_rules
 
     def state_key(self) -> str:
         """Return the server's own, where it has one; else what it shows."""
@@ -245,14 +245,16 @@ class OpenEnv(TextEnv):
         return twin
 
 
-def readable_field(said: dict[str, Any], field: str) -> str:
+def readable_field(fields: dict[str, Any], field: str) -> str:
     """Return the field of an observation that is to be read, `text` unless another is named; else all, a line each."""
-    field = field or ("text" if "text" in said else "")
-    if field and field not in said:
-        raise ServerError(f'The observation has no field "{field}", only {", ".join(said)}: name one of them.')
+    field = field or ("text" if "text" in fields else "")
+    if field and field not in fields:
+        raise ServerError(f'The observation has no field "{field}", only {", ".join(fields)}: name one of them.')
     if field:
-        return said[field] if isinstance(said[field], str) else json.dumps(said[field])
-    return "\n".join(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in said.items())
+        return fields[field] if isinstance(fields[field], str) else json.dumps(fields[field])
+    return "\n".join(
+        f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in fields.items()
+    )
 
 
 # -- before play -------------------------------------------------------------------------------------------------------
@@ -273,8 +275,8 @@ def server_offer(url: str, timeout: float, action: str = "") -> Offer:
             f"Actions at {url} need {', '.join(needed) or 'no field'}: an environment of text can fill one field of"
             " text or of a whole number. Name it with the option `action`, where that is enough."
         )
-    told = request_json(url, "/state", timeout) if "max_turns" in schema.state.properties else {}
-    state = checked(answers.State, told, f"/state of {url}")
+    reply = request_json(url, "/state", timeout) if "max_turns" in schema.state.properties else {}
+    state = checked(answers.State, reply, f"/state of {url}")
     kind = str(fields[names[0]].get("type", "string"))
     return Offer(names[0], kind, rules, state.max_turns or 0, tuple(state.actions or ()) or None, tasks(url, timeout))
 

@@ -89,20 +89,20 @@ class ReasoningGym(TextEnv):
 
     def begin(self, level: StoredQuestion) -> None:
         self.level = level
-        self.said: str | None = None
+        self.response: str | None = None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        valid = self.said is None and bool(action.strip())
+        valid = self.response is None and bool(action.strip())
         if valid:
-            self.said = action
-        right = self.said is not None and same_answer(self.said, self.level.answer)
+            self.response = action
+        right = self.response is not None and same_answer(self.response, self.level.answer)
         info = {
             "success": right,
             "action_is_valid": valid,
             "action_is_effective": valid,
-            "failure": "wrong" if self.said is not None and not right else "",
+            "failure": "wrong" if self.response is not None and not right else "",
         }
-        return self.observe(), float(valid and right), self.said is not None, False, info
+        return self.observe(), float(valid and right), self.response is not None, False, info
 
     def observe(self) -> str:
         return self.level.text
@@ -111,7 +111,7 @@ class ReasoningGym(TextEnv):
         return "Answer the question. Give the answer alone, in the form that the question asks for."
 
     def state_key(self) -> str:
-        return f"{self.said is None} {self.level.text}"
+        return f"{self.response is None} {self.level.text}"
 
     def expert(self) -> str:
         return self.level.answer

@@ -75,13 +75,13 @@ class TextArena(SeededEnv):
         with GLOBALS:
             game = probe(config[0])
             start_game(game, seed)
-            return SeededLevel(seed, game_fingerprint(game, said(game)), config[1])
+            return SeededLevel(seed, game_fingerprint(game, new_messages(game)), config[1])
 
     def begin(self, level: SeededLevel) -> None:
         self.level = level
         self.game = build_game(self.config[0])
         start_game(self.game, level.seed)
-        self.prompt, self.text = split_messages(said(self.game))
+        self.prompt, self.text = split_messages(new_messages(self.game))
         self.chance = seeded(int(self.noise.integers(1 << 32)))
         self.reward, self.over = 0.0, False
 
@@ -94,7 +94,7 @@ class TextArena(SeededEnv):
                 valid = not (self.game.state.error_count or self.game.state.game_info[0]["invalid_move"])
             if valid:
                 self.chance = after[0]
-                self.text = split_messages(said(self.game))[1] or self.text
+                self.text = split_messages(new_messages(self.game))[1] or self.text
                 self.reward = reward = float((self.game.state.rewards or {}).get(0, 0.0)) if self.over else 0.0
                 effective = self.state_key() != before[0]
             else:
@@ -152,7 +152,7 @@ def start_game(game: Any, seed: int) -> None:
         raise ValueError("it is for several")
 
 
-def said(game: Any) -> list[tuple[str, str]]:
+def new_messages(game: Any) -> list[tuple[str, str]]:
     """Return the game's new messages since the last call, kind and text, without those of the player."""
     messages = game.get_observation()[1]
     return [(kind.name, text) for _, text, kind in messages if kind.name != "PLAYER_ACTION"]

@@ -184,9 +184,9 @@ class Countdown(TextEnv):
 
     def expert(self) -> str:
         """Return a solution, from an exact search."""
-        found = find_solution(self.level, self.config.use_all)
-        assert found is not None  # `draw` gives only levels that have one
-        return found
+        solution = find_solution(self.level, self.config.use_all)
+        assert solution is not None  # `draw` gives only levels that have one
+        return solution
 
     def optimal_success(self, horizon: int) -> float:
         return float(self.best == 1.0 or (horizon > 0 and not self._over))

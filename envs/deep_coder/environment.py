@@ -120,9 +120,9 @@ class DeepCoder(TextEnv):
                 problem = replace(problem, tests=tests, public=public)
                 if problem.pays(problem.hidden):
                     yield problem
-        found = load_problems(config.path, config.subsets, config.rows, config.bounds)
+        problems = load_problems(config.path, config.subsets, config.rows, config.bounds)
         while True:
-            yield found[int(rng.integers(len(found)))]
+            yield problems[int(rng.integers(len(problems)))]
 
     @classmethod
     def key_of(cls, level: CodeProblem) -> str:

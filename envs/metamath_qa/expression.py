@@ -230,10 +230,10 @@ def _gathered(factors: tuple[Any, ...]) -> tuple[int, list[Any]]:
 def value_of(node: Node) -> Fraction | float | None:
     """Return the value, exact without roots and constants; None where it is not a real number, or is too large."""
     try:
-        found = _value(node)
+        value = _value(node)
     except (ArithmeticError, ValueError, TypeError, _NoExpression):
         return None
-    return found if isinstance(found, Fraction) or math.isfinite(found) else None
+    return value if isinstance(value, Fraction) or math.isfinite(value) else None
 
 
 def _value(node: Node) -> Fraction | float:

@@ -56,8 +56,8 @@ class Library:
             return []
         scores = np.asarray(self.index.get_scores(words))
         least = np.partition(scores, -k)[-k] if k < len(scores) else 0.0
-        found = np.flatnonzero((scores >= least) & (scores > 0))
-        best = found[np.argsort(-scores[found], kind="stable")][:k]
+        places = np.flatnonzero((scores >= least) & (scores > 0))
+        best = places[np.argsort(-scores[places], kind="stable")][:k]
         articles = [self.articles[int(number)] for number in best]
         return [(title, text) for title, text in articles]
 

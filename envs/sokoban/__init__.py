@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
+from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_in_words, with_symbols
 from envs.sokoban.rooms import (
     MOVES,
     Room,
@@ -193,7 +193,7 @@ class Sokoban(TextEnv):
 
     def _box(self, box: int) -> str:
         """Return where it is, from the player."""
-        return f"Box {steps_told(self._way(self.room.player, box), MOVES)}"
+        return f"Box {steps_in_words(self._way(self.room.player, box), MOVES)}"
 
     def _target(self, box: int) -> str:
         """Return where the nearest target is that has no box, from this box; nothing of a box that is on one."""
@@ -201,7 +201,7 @@ class Sokoban(TextEnv):
         if box in self.room.targets or not free:
             return ""
         ways = [self._way(box, target) for target in free]
-        return f" Target {steps_told(min(ways, key=lambda way: abs(way[0]) + abs(way[1])), MOVES)}"
+        return f" Target {steps_in_words(min(ways, key=lambda way: abs(way[0]) + abs(way[1])), MOVES)}"
 
     def rules(self) -> str:
         parts = ["Push every box onto a target; you cannot pull."]

@@ -156,9 +156,9 @@ class Sudoku(TextEnv):
             self.board = f"{before[:cell]}{value}{before[cell + 1 :]}"
             right = value == self.level.solution[cell]
             twice = "" if right else self._conflicts(cell, value)
-            told = "right" if right else f"wrong, {value} is in the {twice}" if twice else "wrong"
+            comment = "right" if right else f"wrong, {value} is in the {twice}" if twice else "wrong"
             self.mistakes_left -= not right
-            self.last = f"{place_digit(self.shape.size, cell)} {value} {told}"
+            self.last = f"{place_digit(self.shape.size, cell)} {value} {comment}"
             if self.dense:
                 gained = right - (before[cell] == self.level.solution[cell])
                 reward = RIGHT * gained + CONFLICT * bool(twice) + SOLVED * self._solved
@@ -258,9 +258,9 @@ class Sudoku(TextEnv):
 
     def cues(self) -> dict[str, tuple[str, ...]]:
         """All moves that a `single` proves right."""
-        found = {single.cell: single.value for single in singles(self.shape, self._known())}
+        values = {single.cell: single.value for single in singles(self.shape, self._known())}
         return {
-            "single": tuple(f"{place_digit(self.shape.size, cell)} {value}" for cell, value in sorted(found.items()))
+            "single": tuple(f"{place_digit(self.shape.size, cell)} {value}" for cell, value in sorted(values.items()))
         }
 
     def players(self) -> dict[str, str]:

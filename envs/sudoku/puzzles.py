@@ -104,8 +104,8 @@ def solve_grid(shape: GridShape, masks: list[int], rng: np.random.Generator | No
     bits = [1 << value for value in range(shape.size) if masks[cell] >> value & 1]
     for bit in bits if rng is None else (bits[k] for k in rng.permutation(len(bits))):
         tried = masks.copy()
-        if assign(tried, cell, bit, shape.peers) and (found := solve_grid(shape, tried, rng)) is not None:
-            return found
+        if assign(tried, cell, bit, shape.peers) and (solved := solve_grid(shape, tried, rng)) is not None:
+            return solved
     return None
 
 
@@ -135,12 +135,12 @@ def candidates(shape: GridShape, grid: str) -> dict[int, int]:
         if value != ".":
             for unit in shape.units_of[cell]:
                 used[unit] |= 1 << int(value) - 1
-    found = {}
+    bits = {}
     for cell, value in enumerate(grid):
         if value == ".":
             row, column, box = shape.units_of[cell]
-            found[cell] = shape.full & ~(used[row] | used[column] | used[box])
-    return found
+            bits[cell] = shape.full & ~(used[row] | used[column] | used[box])
+    return bits
 
 
 def singles(shape: GridShape, grid: str) -> Iterator[Single]:
@@ -185,9 +185,9 @@ def full_grid(shape: GridShape, rng: np.random.Generator) -> str:
     masks = [shape.full] * shape.size**2
     for cell, value in enumerate(rng.permutation(shape.size)):
         assign(masks, cell, 1 << int(value), shape.peers)
-    found = solve_grid(shape, masks, rng)
-    assert found is not None  # every first row can be completed
-    return grid_text(found)
+    solved = solve_grid(shape, masks, rng)
+    assert solved is not None  # every first row can be completed
+    return grid_text(solved)
 
 
 def make_puzzle(shape: GridShape, clues: int, rng: np.random.Generator) -> Puzzle | None:

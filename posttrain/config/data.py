@@ -97,18 +97,18 @@ class DataSection(Section):
 def kinds_filled_in(otherwise: str) -> BeforeValidator:
     """Return a validator of sources, or of a section with some: each may be a path alone, or have no kind."""
 
-    def fill_one(given: Any) -> Any:
-        given = {"path": given} if isinstance(given, str) else given
-        if not isinstance(given, dict) or given.get("kind", "auto") != "auto":
-            return given
-        known = HUB_KINDS.get(given["path"]) if isinstance(given.get("path"), str) else None
-        return given | {"kind": known or ("demonstrations" if "envs" in given else otherwise)}
+    def fill_one(source: Any) -> Any:
+        source = {"path": source} if isinstance(source, str) else source
+        if not isinstance(source, dict) or source.get("kind", "auto") != "auto":
+            return source
+        known = HUB_KINDS.get(source["path"]) if isinstance(source.get("path"), str) else None
+        return source | {"kind": known or ("demonstrations" if "envs" in source else otherwise)}
 
-    def fill(given: Any) -> Any:
-        if isinstance(given, dict) and "sources" in given:
-            sources = given["sources"]
-            return given | {"sources": fill([sources] if isinstance(sources, str) else sources)}
-        return [fill_one(one) for one in given] if isinstance(given, list) else given
+    def fill(values: Any) -> Any:
+        if isinstance(values, dict) and "sources" in values:
+            sources = values["sources"]
+            return values | {"sources": fill([sources] if isinstance(sources, str) else sources)}
+        return [fill_one(one) for one in values] if isinstance(values, list) else values
 
     return BeforeValidator(fill)
 

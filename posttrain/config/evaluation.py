@@ -152,7 +152,7 @@ class Endpoint(Section):
 # A folder or Hub name as text, an endpoint as a section.
 Checkpoint = Annotated[
     Annotated[str, Tag(":text")] | Annotated[Endpoint, Tag(":section")],
-    Discriminator(lambda given: ":section" if isinstance(given, dict | Endpoint) else ":text"),
+    Discriminator(lambda value: ":section" if isinstance(value, dict | Endpoint) else ":text"),
 ]
 
 

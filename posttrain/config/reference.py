@@ -26,37 +26,37 @@ def config_names() -> list[str]:
     return sorted(name for name in names if not name.startswith(("accelerate/", "presets/")))
 
 
-def reference_name(given: str | Path) -> str | None:
+def reference_name(config: str | Path) -> str | None:
     """Return the name of the reference config that `--config` means; None where it is a path, or nothing.
 
     quickstart/phase1_sft, quickstart/phase1_sft.yaml and configs/quickstart/phase1_sft.yaml are one name.
     """
-    name = _name(given)
-    return name if name in config_names() and not os.path.exists(given) else None
+    name = _name(config)
+    return name if name in config_names() and not os.path.exists(config) else None
 
 
-def find_config(given: str | Path) -> Path:
+def find_config(config: str | Path) -> Path:
     """Return the file that `--config` names: a path, or else the name of a reference config, from any folder.
 
     Raises:
         UserError: there is no such file, and a reference config has a similar name.
     """
-    if (found := reference_name(given)) is not None:
-        return CONFIGS / f"{found}.yaml"
-    if not os.path.exists(given) and (close := _like(_name(given))):
+    if (name := reference_name(config)) is not None:
+        return CONFIGS / f"{name}.yaml"
+    if not os.path.exists(config) and (close := _like(_name(config))):
         words = "there is no such file, and no reference config of this name"
-        raise UserError(f"--config {given}: {words}. Did you mean {' or '.join(close)}?")
-    return Path(given)
+        raise UserError(f"--config {config}: {words}. Did you mean {' or '.join(close)}?")
+    return Path(config)
 
 
-def find_file(given: str | Path) -> Path | None:
+def find_file(file: str | Path) -> Path | None:
     """Return a file by its path, or from any folder a file of the project, e.g. configs/models/phi-4-mini.jinja."""
-    places = (Path(given), CONFIGS.parent / given, Path(__file__).parents[2] / given)
+    places = (Path(file), CONFIGS.parent / file, Path(__file__).parents[2] / file)
     return next(filter(os.path.isfile, places), None)
 
 
-def _name(given: str | Path) -> str:
-    return Path(given).as_posix().removeprefix("configs/").removesuffix(".yaml")
+def _name(config: str | Path) -> str:
+    return Path(config).as_posix().removeprefix("configs/").removesuffix(".yaml")
 
 
 def _like(name: str) -> list[str]:

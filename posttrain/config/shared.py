@@ -45,7 +45,7 @@ class Section(BaseModel):
         return value
 
     @classmethod
-    def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def preset_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the keys of the preset that `given` names; none without one."""
         return {}
 
@@ -226,13 +226,13 @@ class SamplingSection(Section):
         )
 
 
-def dashboards(given: Any) -> Any:
+def dashboards(value: Any) -> Any:
     """Return a list of dashboards: `trackio` is short for `[trackio]`, and `none` (or null) for an empty list."""
-    if given in ("none", None):
+    if value in ("none", None):
         return []
-    if isinstance(given, list) and (twice := sorted({str(each) for each in given if given.count(each) > 1})):
+    if isinstance(value, list) and (twice := sorted({str(each) for each in value if value.count(each) > 1})):
         raise wrong(f"report_to names {twice[0]} twice")
-    return [given] if isinstance(given, str) else given
+    return [value] if isinstance(value, str) else value
 
 
 class Run(Section):

@@ -297,7 +297,7 @@ class StarPORun(TrainingRun):
         return not self.trainer.gradient_checkpointing and not own_trunk
 
     @classmethod
-    def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
-        algorithm = given.get("algorithm")
+    def preset_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+        algorithm = values.get("algorithm")
         name = algorithm.get("preset") if isinstance(algorithm, dict) else None
         return read_yaml(PRESETS / f"{name}.yaml") if name in presets() else {}

@@ -99,11 +99,11 @@ def read_rows(source: Source, key: str, seed: int, report: SourceReport | None =
         UserError: the source cannot be read, or a row has no known format.
     """
     for place, row in _open(source, key, seed):
-        found = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
+        match = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
         if report is not None:
-            unread = formats.given_in(row) - found.columns - filters.columns_judged(source.kind)
-            report.recognised(found.format, unread)
-        yield found.row
+            unread = formats.used_columns(row) - match.columns - filters.columns_judged(source.kind)
+            report.recognised(match.format, unread)
+        yield match.row
 
 
 def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
@@ -142,13 +142,13 @@ def evaluation_rows(
     for place, row in islice(local.rows_of(Path(path), key), most):
         where = f"{key}: {place} of {path}"
         row = _recognised(row, kind, where).row
-        ready = _preferences(row, where) if kind == "preferences" else _asked(row, kind, where)
+        ready = _preferences(row, where) if kind == "preferences" else _question_row(row, kind, where)
         if (length := max(map(len, _texts(ready)))) > LONGEST_TEXT:
             raise UserError(f"{where} holds a text of {length:,} characters, more than a model reads. Remove the row.")
         rows.append(ready)
     if not rows:
-        wanted = ", ".join(COLUMNS[kind]) if kind in COLUMNS else FORMATS[kind][1]
-        raise UserError(f"{key}: {path} is empty. It should have rows with the columns {wanted}.")
+        expected = ", ".join(COLUMNS[kind]) if kind in COLUMNS else FORMATS[kind][1]
+        raise UserError(f"{key}: {path} is empty. It should have rows with the columns {expected}.")
     return rows
 
 
@@ -157,7 +157,7 @@ def _texts(row: dict[str, Any]) -> Iterator[str]:
         yield from [value] if isinstance(value, str) else [message["content"] for message in value]
 
 
-def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+def _question_row(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     """Return a row of questions, prompts or recall with the columns that a suite needs."""
     ready: dict[str, Any] = {}
     if kind != "questions":
@@ -175,23 +175,23 @@ def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
                 raise UserError(f"{where}: answer is {value}. It should be text or a number.")
             value = str(value)
         elif not filters.is_readable_text(value):
-            wanted = "text or a number" if name == "answer" else "text"
-            raise UserError(f"{where}: {name} should be {wanted}, but is {brief(value)}.")
+            expected = "text or a number" if name == "answer" else "text"
+            raise UserError(f"{where}: {name} should be {expected}, but is {brief(value)}.")
         ready[name] = value
     return ready
 
 
 def _preferences(row: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a pair as two whole dialogues."""
-    found = filters.dialogues_of_pair(row)
-    if not isinstance(found, str) and found[0][-1]["content"] == found[1][-1]["content"]:
-        found = "both answers are the same"
-    if isinstance(found, str):
+    pair = filters.dialogues_of_pair(row)
+    if not isinstance(pair, str) and pair[0][-1]["content"] == pair[1][-1]["content"]:
+        pair = "both answers are the same"
+    if isinstance(pair, str):
         raise UserError(
-            f"{where}: {found}. A pair is two dialogues that differ in the last answer alone, or `prompt` with two "
+            f"{where}: {pair}. A pair is two dialogues that differ in the last answer alone, or `prompt` with two "
             "answers."
         )
-    return dict(zip(("chosen", "rejected"), found, strict=True))
+    return dict(zip(("chosen", "rejected"), pair, strict=True))
 
 
 def _recognised(row: dict[str, Any], kind: str, where: str) -> formats.Recognised:

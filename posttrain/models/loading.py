@@ -348,12 +348,12 @@ def describe_training(cfg: TrainingRun, net: Any, device: torch.device) -> str:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = cfg.trainer if isinstance(cfg.trainer, dict) else cfg.trainer.model_dump()
     computes = "bfloat16" if trainer.get("bf16") else "float16" if trainer.get("fp16") else "float32"
-    told = (
+    line = (
         f"{count / 1e6:.2f} M parameters ({share}), {device}, {processes} process{'es' if processes > 1 else ''}, "
         f"{computes}, learning rate {cfg.learning_rate:g}"
     )
     warning = cfg.low_rate()
-    return f"{told}\nWARNING: {warning}" if warning else told
+    return f"{line}\nWARNING: {warning}" if warning else line
 
 
 @torch.no_grad()

@@ -227,10 +227,10 @@ CARDS.filters |= {"count": "{:,}".format, "text": markdown_text, "place": public
 
 def _at(config: dict[str, Any], path: str) -> Any:
     """Return the value at a dotted path: _at({"a": {"b": 1}}, "a.b") -> 1; None where a key is missing."""
-    found: Any = config
+    section: Any = config
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        section = section.get(key) if isinstance(section, dict) else None
+    return section
 
 
 def _licence(name_or_path: str, revision: str | None) -> str | None:

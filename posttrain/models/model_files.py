@@ -244,7 +244,7 @@ def _check_weights(name: str, net: PreTrainedModel, info: dict[str, Any]) -> Non
     transformers would fill what is missing with random numbers. `info` lists neither tied weights that are stored once
     nor what an architecture declares to be ignored.
     """
-    shapes = [f"{key} ({list(there)} instead of {list(wanted)})" for key, there, wanted in info["mismatched_keys"]]
+    shapes = [f"{key} ({list(there)} instead of {list(expected)})" for key, there, expected in info["mismatched_keys"]]
     wrong = [
         f"{len(keys)} {words}: {', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''}"
         for keys, words in (

@@ -162,7 +162,7 @@ class Pictures:
     """The pictures of a page, each encoded once."""
 
     def __init__(self) -> None:
-        self.found: dict[bytes, int] = {}  # digest of a picture -> its place
+        self.places: dict[bytes, int] = {}  # digest of a picture -> its place
         self.coded: list[str] = []
 
     def add(self, frames: Iterable[np.ndarray]) -> list[int]:
@@ -170,10 +170,10 @@ class Pictures:
         places = []
         for frame in frames:
             digest = hashlib.sha256(repr(frame.shape).encode() + frame.tobytes()).digest()
-            if digest not in self.found:
-                self.found[digest] = len(self.coded)
+            if digest not in self.places:
+                self.places[digest] = len(self.coded)
                 self.coded.append(base64.b64encode(png(frame)).decode())
-            places.append(self.found[digest])
+            places.append(self.places[digest])
         return places
 
 

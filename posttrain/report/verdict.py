@@ -106,7 +106,7 @@ def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparis
     shared = [
         (c, columns_after[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in columns_after
     ]
-    common = [(c, pairs) for c, other in shared if c.setting == other.setting and _asked(before, c) == _asked(after, c)
+    common = [(c, pairs) for c, d in shared if c.setting == d.setting and _conditions(before, c) == _conditions(after, c)
               if (pairs := common_rows(before, after, c))]  # fmt: skip
     return [compare_rows(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
@@ -134,7 +134,7 @@ def overall(comparisons: Sequence[Comparison]) -> tuple[str, str]:
     return word, "; ".join(f"{kind} in {', '.join(titles)}" for kind, titles in names.items() if titles)
 
 
-def _asked(model: Model, column: Column) -> list[Any]:
+def _conditions(model: Model, column: Column) -> list[Any]:
     """Return the settings, besides model and item, that influence an answer or an episode."""
     config = model.results["config"]
     suite = config["suites"][column.suite]

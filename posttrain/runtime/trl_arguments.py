@@ -141,7 +141,7 @@ def _weights(losses: int) -> str:
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the losses that read label_smoothing
 
 
-def _check_effect(args: Any, given: dict[str, Any]) -> None:
+def _check_effect(args: Any, fields: dict[str, Any]) -> None:
     """Raise ValueError for settings that TRL and transformers accept and then ignore.
 
     given: the section `trainer` of the config, without their defaults.
@@ -172,8 +172,8 @@ def _check_effect(args: Any, given: dict[str, Any]) -> None:
     if losses == "dft":
         useless["label_smoothing_factor"] = "loss_type=dft smooths no labels: write loss_type=nll, or leave it out"
     for key, why in useless.items():
-        if why and given.get(key) not in (None, False, 0, "reverse_kl"):
-            raise ValueError(f"{key}={given[key]} would have no effect, for {why}")
+        if why and fields.get(key) not in (None, False, 0, "reverse_kl"):
+            raise ValueError(f"{key}={fields[key]} would have no effect, for {why}")
     alone = args.per_device_train_batch_size == 1 and pairs and {*losses} & {"aot", "aot_unpaired"}
     if alone:
         raise ValueError(

@@ -149,7 +149,7 @@ def test_a_stop_text_is_found_however_the_text_is_cut(pieces: list[str], stops: 
         cutter, said = Cutter(stops), ""
         for piece in pieces:
             said += cutter.take(piece)
-            if cutter.found:
+            if cutter.stopped:
                 return said, True
         return said + cutter.rest(), False
 
