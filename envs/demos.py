@@ -284,11 +284,7 @@ class Recipe:
     left_out: Counter[str] = field(default_factory=Counter)  # filled while rows are made
 
     def rows(self, n: int) -> Iterator[dict[str, Any]]:
-        """Yield `n` rows; the first k of them do not depend on n.
-
-        Raises:
-            ValueError: an environment gives no row.
-        """
+        """Yield `n` rows; the first k of them do not depend on n. ValueError where an environment gives none."""
         written, tried = [0] * len(self.envs), [0] * len(self.envs)
         for number in range(1, n + 1):
             owed = [weight * number / sum(self.weights) - k for weight, k in zip(self.weights, written, strict=True)]

@@ -366,13 +366,11 @@ def claimed_optimum(subject: Subject) -> Iterator[str]:
             wins = sum(
                 play_scripted(subject.make(), player, limit, seed, subject.split).success for seed in range(episodes)
             )
-            result = (
-                f"{wins} of {episodes} levels in {limit.max_turns} turns; optimal_success adds up to {expected:.1f}"
-            )
+            text = f"{wins} of {episodes} levels in {limit.max_turns} turns; optimal_success adds up to {expected:.1f}"
             if wins > expected + noise:
-                yield f"{player} wins {result}: the claimed optimum is too low."
+                yield f"{player} wins {text}: the claimed optimum is too low."
             elif player == "expert" and wins < expected - noise and (certain or limit.max_turns == LONG):
-                yield f"the expert wins {result}: either it does not play its best, or the optimum is too high."
+                yield f"the expert wins {text}: either it does not play its best, or the optimum is too high."
 
 
 def hostile_text(subject: Subject) -> Iterator[str]:

@@ -63,7 +63,7 @@ class Offer(NamedTuple):
 
 
 class OpenEnv(TextEnv):
-    """An environment behind a server, with the protocol of OpenEnv.
+    """An environment behind a server, with the protocol of OpenEnv. docs/adapters.md describes the arguments.
 
     ## Action space
     One of the actions that the server lists, or free text: the value of one field, of text or of a whole number.
@@ -74,20 +74,8 @@ class OpenEnv(TextEnv):
     ## Rewards
     The server's.
 
-    ## Starting state
-    A task of the server in the split, or a seed where it does not list tasks.
-
     ## Episode end
-    Terminated when the server says so: a success where its metadata says so, or else with a reward of at least
-    `success_at`. Truncated when its metadata says so, or by the protocol, after the server's `max_turns` or 8.
-
-    ## Arguments
-    - `url`: address of the server, e.g. http://localhost:8000.
-    - `action=""`, `observation=""`: names of the fields, where the server has several.
-    - `rules=""`: text that replaces the server's description.
-    - `success_at=1.0`: reward of a success.
-    - `timeout=30.0`: seconds until an answer must be complete.
-    - `render_mode=None`: or "ansi".
+    The server's; its metadata says truncation and success (otherwise: a reward of at least `success_at`).
     """
 
     name = "openenv"
@@ -245,16 +233,14 @@ class OpenEnv(TextEnv):
         return twin
 
 
-def readable_field(fields: dict[str, Any], field: str) -> str:
+def readable_field(data: dict[str, Any], field: str) -> str:
     """Return the field of an observation that is to be read, `text` unless another is named; else all, a line each."""
-    field = field or ("text" if "text" in fields else "")
-    if field and field not in fields:
-        raise ServerError(f'The observation has no field "{field}", only {", ".join(fields)}: name one of them.')
+    field = field or ("text" if "text" in data else "")
+    if field and field not in data:
+        raise ServerError(f'The observation has no field "{field}", only {", ".join(data)}: name one of them.')
     if field:
-        return fields[field] if isinstance(fields[field], str) else json.dumps(fields[field])
-    return "\n".join(
-        f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in fields.items()
-    )
+        return data[field] if isinstance(data[field], str) else json.dumps(data[field])
+    return "\n".join(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in data.items())
 
 
 # -- before play -------------------------------------------------------------------------------------------------------
@@ -345,10 +331,9 @@ def fetched(url: str, path: str, timeout: float, data: dict[str, Any] | None) ->
 
 
 def connection(client: Any) -> Any:
-    """Return the websocket of a client; None without one.
+    """Return the websocket of a client (no public name in openenv 0.10); None without one.
 
-    A client that lost it silently connects again, to a session that does not know the episode. openenv 0.10 has no
-    public name for it.
+    A client that lost it silently connects again, to a session that does not know the episode.
     """
     return getattr(client, "_ws", None)
 

@@ -106,8 +106,8 @@ def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparis
     shared = [
         (c, columns_after[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in columns_after
     ]
-    common = [(c, pairs) for c, d in shared if c.setting == d.setting and _conditions(before, c) == _conditions(after, c)
-              if (pairs := common_rows(before, after, c))]  # fmt: skip
+    same = [c for c, d in shared if c.setting == d.setting and _conditions(before, c) == _conditions(after, c)]
+    common = [(column, pairs) for column in same if (pairs := common_rows(before, after, column))]
     return [compare_rows(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
 
