@@ -70,12 +70,12 @@ class Subject:
 
     @cached_property
     def levels(self) -> dict[str, list[Any]]:
-        """`LEVELS` levels of each split."""
+        """Return `LEVELS` levels of each split."""
         return {split: [self.at(seed, split).level for seed in range(LEVELS)] for split in SPLITS}
 
     @cached_property
     def distinct(self) -> dict[str, int]:
-        """How many of them are different ones."""
+        """Return how many levels of each split are different."""
         env = self.make()
         return {split: len({env.key_of(level) for level in levels}) for split, levels in self.levels.items()}
 
@@ -408,7 +408,7 @@ def same_in_every_process(subject: Subject) -> Iterator[str]:
 
 
 def _elsewhere(subject: Subject, *flags: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """`posttrain env check` with one of its hidden flags, in another process."""
+    """Run `posttrain env check` with one of its hidden flags in another process."""
     root = str(Path(__file__).parents[1])
     options = [f"{key}={json.dumps(value)}" for key, value in subject.options.items()]
     turns = str(subject.protocol.max_turns)

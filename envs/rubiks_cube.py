@@ -155,7 +155,7 @@ class RubiksCube(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def cues(self) -> dict[str, tuple[str, ...]]:
-        """`pairs`: the moves after which the most neighbours on a face have the same colour."""
+        """Return `pairs`: the moves after which the most neighbours on a face have the same colour."""
         counts = {move: pairs(after(self.cube, move)) for move in MOVES}
         most = max(counts.values())
         return {"pairs": tuple(move for move, count in counts.items() if count == most)}

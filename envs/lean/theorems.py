@@ -65,12 +65,12 @@ class Theorem(NamedTuple):
 
     @property
     def header(self) -> str:
-        """The theorem in Lean's own form, up to the proof."""
+        """Return the theorem in Lean's own form, up to the proof."""
         return " ".join(["theorem t", *(f"({binder})" for binder in self.binders), ":", self.statement])
 
     @property
     def goal(self) -> str:
-        """The first goal as Lean prints it."""
+        """Return the first goal as Lean prints it."""
         if self.in_fragment:
             return first_goal(self.binders, self.statement)[0].show()
         return "\n".join([*self.binders, f"⊢ {self.statement}"])
@@ -173,7 +173,7 @@ def lists(rng: np.random.Generator) -> Theorem:
 
 
 def library(rng: np.random.Generator) -> Theorem:
-    """Statements about all numbers or lists."""
+    """Return statements about all numbers or lists."""
     a, b = (int(n) for n in rng.integers(1, 10, size=2))
     x, y = [("a", "b"), ("m", "n"), ("x", "y"), ("i", "j")][int(rng.integers(4))]
     numbers, two = (f"{x} {y} : Nat",), ("xs ys : List Nat",)

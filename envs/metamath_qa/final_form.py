@@ -45,7 +45,7 @@ def is_written_out(response: str, answer: str) -> bool:
 
 
 def _same(response: str, answer: str) -> bool:
-    """For plain texts. Before the last equals sign is nothing but names and what has the same value."""
+    """Return whether two plain texts are equal; before the last equals sign only names and equal values may be."""
     answer, words = _without_words(answer)
     expected, (rest, unit) = usual_number(answer), split_unit(answer)
     expression = parse_value(rest)
@@ -91,7 +91,10 @@ def _worth(expression: Node | None) -> Number | None:
 
 
 def _same_parts(response: str, answer: str) -> bool:
-    """For plain texts that are neither numbers nor expressions; a list without brackets may be in any order."""
+    """Return whether two plain texts are equal that are neither numbers nor expressions.
+
+    A list without brackets may be in any order.
+    """
     theirs = parts(answer)
     if theirs is None or theirs[0]:  # else each part may be an equation
         *before, response = equation(response)

@@ -272,11 +272,11 @@ class Sokoban(TextEnv):
         return -1 if solution is None else len(solution)
 
     def optimal_success(self, horizon: int) -> float:
-        """1 when the best player solves it from here within `horizon` moves, else 0."""
+        """Return 1 when the best player solves it from here within `horizon` moves, else 0."""
         return float(0 <= self.optimal_length() <= horizon)
 
     def render(self) -> Any:
-        """gym-sokoban's pictures with `render_mode="rgb_array"`; the grid with "ansi", whatever the model is shown."""
+        """Return gym-sokoban's picture with `render_mode="rgb_array"`, and the grid with "ansi", whatever the model reads."""
         if self.render_mode != "rgb_array":
             return self._grid(" ") if self.render_mode == "ansi" else None
         rows = [

@@ -257,7 +257,7 @@ class Sudoku(TextEnv):
         return self.next_cell().reason
 
     def cues(self) -> dict[str, tuple[str, ...]]:
-        """All moves that a `single` proves right."""
+        """Return all moves that a `single` proves right."""
         values = {single.cell: single.value for single in singles(self.shape, self._known())}
         return {
             "single": tuple(f"{place_digit(self.shape.size, cell)} {value}" for cell, value in sorted(values.items()))
@@ -275,7 +275,7 @@ class Sudoku(TextEnv):
         return dict(zip(("random", "fitting"), moves, strict=True))
 
     def optimal_success(self, horizon: int) -> float:
-        """1 where the turns suffice for the cells that are not right yet."""
+        """Return 1 where the turns suffice for the cells that are not right yet, else 0."""
         lost = self._over and not self._solved
         return float(not lost and self._known().count(".") <= horizon)
 

@@ -241,7 +241,7 @@ class Shards(Placement):
 
 
 def _blocks(net: Any) -> list[torch.nn.Module]:
-    """The layers of every decoder in a model, each of which is gathered alone."""
+    """Return the layers of every decoder in a model, each of which is gathered alone."""
     configs = [module.config.get_text_config() for module in net.modules() if isinstance(module, PreTrainedModel)]
     counts = {config.num_hidden_layers for config in configs}
     lists = [module for module in net.modules() if isinstance(module, torch.nn.ModuleList) and len(module) in counts]
@@ -254,7 +254,7 @@ def _empty(parameter: torch.nn.Parameter) -> None:
 
 
 def _share(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """This process's share of a tensor that every process has, as `like` is spread."""
+    """Return this process's share of a tensor that every process has whole, sharded as `like` is."""
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
