@@ -235,7 +235,7 @@ class FrozenLake(TextEnv):
         return steps_to_goal(self.level)[self.position]
 
     def render(self) -> Any:
-        """Return gymnasium's picture with `render_mode="rgb_array"`, and the grid with "ansi", whatever the model reads."""
+        """Return gymnasium's picture with `render_mode="rgb_array"`, and the grid with "ansi"."""
         if self.render_mode != "rgb_array":
             return self._grid(" ") if self.render_mode == "ansi" else None
         from PIL import Image

@@ -186,7 +186,7 @@ def _terms_of(factors: tuple[Any, ...]) -> tuple[Node, ...]:
 
 
 def _sum(terms: list[Node]) -> Node:
-    """Return a sum with its terms in order, the first with a plus; brackets around a sum that is a term are left out."""
+    """Return a sum with its terms in order, the first with a plus; brackets around a sum as a term are left out."""
     flat: list[Node] = []
     for sign, above, below in terms:
         inner = () if below else _terms_of(above)

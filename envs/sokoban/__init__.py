@@ -276,7 +276,7 @@ class Sokoban(TextEnv):
         return float(0 <= self.optimal_length() <= horizon)
 
     def render(self) -> Any:
-        """Return gym-sokoban's picture with `render_mode="rgb_array"`, and the grid with "ansi", whatever the model reads."""
+        """Return gym-sokoban's picture with `render_mode="rgb_array"`, and the grid with "ansi"."""
         if self.render_mode != "rgb_array":
             return self._grid(" ") if self.render_mode == "ansi" else None
         rows = [

@@ -102,7 +102,7 @@ def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
 
 
 def _check_ids(name: str, tokenizer: Any, config: Any) -> None:
-    """Raise UserError for a token that no row of the embedding stands for: it would fail in the middle of a run."""
+    """Raise UserError for a token without a row in the embedding: it would fail in the middle of a run."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if rows is not None and largest >= max(rows, len(tokenizer)):
@@ -364,7 +364,7 @@ def check_it_runs(name: str, model: PreTrainedModel) -> None:
         finite = torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever its code does with a value that does not fit
+    except Exception as error:  # any error of its code for a value that does not fit
         raise UserError(
             f"{name} can be loaded, but does not run ({one_line(error)}). A value of its config.json does not fit:"
             " get a whole copy of the model."

@@ -81,7 +81,7 @@ def score_trained_positions_only() -> None:
 
 
 def score_few_columns(columns: int) -> None:
-    """Let TRL's trainers make so many columns of the logits at a time, where they make 32,768 on every device.
+    """Make TRL's trainers compute `columns` columns of the logits at a time instead of 32,768.
 
     On a CPU each tile lies in memory in ten forms, for which TRL has one kernel on a GPU. The loss is the same up to
     rounding. Until TRL takes the number as a setting.
