@@ -860,7 +860,7 @@ def test_a_missing_gradio_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         script.main(["--web", "--play", "frozen_lake"])
     assert refused.value.code == 2
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(UserError, match=r"needs the package gradio.*requirements\.txt"):
+    with pytest.raises(UserError, match=r"needs the package gradio.*pip install \."):
         script.main(["--web"])
 
 
