@@ -343,8 +343,8 @@ def _require_something(table: FilterTable, section: str) -> None:
     if sum(report.train for report in table.sources) == 0:
         held_out = sum(report.held_out for report in table.sources)
         raise UserError(
-            f"All {held_out} rows are held out, so there is nothing to train on. Write a smaller data.eval_fraction, or add "
-            "data."
+            f"All {held_out} rows are held out, so there is nothing to train on. Write a smaller data.eval_fraction, or"
+            " add data."
         )
     if table.trained_tokens == 0:
         raise UserError(
