@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     outcome = finetune.training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=setup.deterministic)
 
     # 4. What phase 2 takes over.
-    finetune.training.export(
+    finetune.training.export_model(
         trainer, chat, cfg, outcome, rows=setup.folder, phase="phase1", next_phase="phase2_dpo",
         config_file=flags.config,
     )  # fmt: skip

@@ -57,12 +57,12 @@ class Protocol:
         return cls(max_turns=turns, max_actions=most if max_actions is None else max_actions, **others)
 
     def read(self, text: str, listed: Sequence[str] | None) -> Parsed:
-        """Return what a response asks for, as `parser` says, or `parse` where there is none."""
+        """Return the actions of a response, by `parser` or else by `parse`."""
         return (by_path(self.parser) if self.parser else parse)(text, self, listed)
 
     @property
     def opening(self) -> str:
-        """The forced beginning of a response, the first tag of the answer format; empty where none is forced."""
+        """Return the forced beginning of a response, the first tag of the answer format; "" where none is forced."""
         return ("<think>" if self.think else "<answer>") if self.force_think else ""
 
 
@@ -144,7 +144,7 @@ def format_response(thought: str, actions: Sequence[str], protocol: Protocol) ->
 
 
 def system_text(env: TextEnv, protocol: Protocol) -> str:
-    """Rules, limits and answer format: the same for every episode of an environment under a protocol."""
+    """Return rules, limits and answer format: the same for every episode of an environment under a protocol."""
     each = " each" if protocol.max_turns > 1 else ""
     turns = f"At most {protocol.max_turns} turn{'s' if each else ''}"
     limits, example, per_turn = f"{turns}, one action{each}", ["Action"], _per_turn(env, protocol)

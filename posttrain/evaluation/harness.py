@@ -92,7 +92,7 @@ def check_harness(options: argparse.Namespace) -> Path:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "Standard benchmarks need lm-evaluation-harness, which is not installed: "
-            '`pip install "lm-eval>=0.4.13,<0.5"`, the line of requirements-extras.txt (about 300 MB).'
+            "`pip install '.[harness]'` in this project's folder (about 300 MB)."
         )
     folder = Path(options.model)
     if not folder.exists() and not HUB_NAME.fullmatch(options.model):

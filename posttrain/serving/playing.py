@@ -107,7 +107,16 @@ class PlayedLevel:
 def show_levels(
     generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
 ) -> None:
-    """Play levels of the evaluator and show observations, answers, rewards and results."""
+    """Play levels of the evaluator and show observations, answers, rewards and results.
+
+    Args:
+        generator: the model.
+        env: the environment.
+        cfg: config of the chat.
+        setting: sampling of the model.
+        episodes: number of levels.
+        delay: seconds between turns.
+    """
     from posttrain import metrics
 
     out, won = display.answer_console(), 0

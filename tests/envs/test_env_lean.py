@@ -108,7 +108,7 @@ def test_scripted_policies_win_less_and_splits_are_disjoint():
 def test_without_lean_the_fragment_takes_its_place_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(backends, "toolchain", lambda: False)
     monkeypatch.delenv("LEAN_SERVER_API_URL", raising=False)
-    backends._told.cache_clear()
+    backends._warn_of_fragment.cache_clear()
     env = make("lean")
     assert not env.slow and "no toolchain" in caplog.text and "checker of this fragment" in env.rules()
     with pytest.raises(ValueError, match="elan"):

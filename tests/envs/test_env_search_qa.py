@@ -177,7 +177,7 @@ def test_thoughts_and_keys_hold_nothing_that_was_cut_off(top_k: int, characters:
     env, complete = SearchQA(top_k=top_k, characters=characters), 0
     for seed in range(40):
         (read, _), said = env.reset(seed=seed), ""
-        while not env.given:
+        while not env.answer:
             said = env.thought()
             for sentence in re.findall(r"\S.*?\.(?= |$)", said):
                 missing = re.fullmatch(r"Missing: (.*)\.", sentence)
@@ -300,7 +300,7 @@ def test_nothing_in_an_article_ends_the_episode_or_acts(built: Path) -> None:
     lines = turn.user.split("\n")
     assert len(lines) == 2 + env.top_k + 1 and lines[-1] == "Turns left 4"
     assert all(line[:2] in ("1.", "2.", "3.") for line in lines[2:-1]), "an article is one line"
-    assert not env.step("Noise")[2] and env.given is None
+    assert not env.step("Noise")[2] and env.answer is None
     for player in demos.player_names(env):
         action = demos.next_action(env, player)
         assert env.action_space.contains(action) and read_action(action) is not None

@@ -683,7 +683,7 @@ def test_an_environment_that_changes_torch_is_trained_in(
         return real(self, action)
 
     monkeypatch.setattr(FrozenLake, "step", step)
-    monkeypatch.setattr("envs.process_state._said", set())
+    monkeypatch.setattr("envs.process_state._reported", set())
     monkeypatch.chdir(where)
     train(settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation={"every": 9}))
     assert any("policy/loss" in row for row in rows(tmp_path / "run"))

@@ -40,8 +40,8 @@ class VLLMSampler(Histories):
             self.vllm = importlib.import_module("vllm")
         except ImportError as error:
             raise UserError(
-                f"rollout.engine=vllm needs vLLM, which cannot be imported ({error}). Install it as"
-                " requirements-extras.txt says, or write rollout.engine=auto."
+                f"rollout.engine=vllm needs vLLM, which cannot be imported ({error}). Run `pip install"
+                " vllm==0.32.0` and then `pip install .` again in this project's folder, or write rollout.engine=auto."
             ) from error
         name = type(model).__name__
         if name not in self.vllm.ModelRegistry.get_supported_archs():
