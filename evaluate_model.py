@@ -8,8 +8,8 @@
 Prompts, levels and the seed of every answer are fixed before any model is loaded, and are the same for all checkpoints.
 Written to `output_dir`: results.json, results.md, transcripts.jsonl (every generation), plots/ and report.html.
 
-There is one process for every visible GPU, or `workers` on a CPU; under torchrun the ranks share the work out. What is
-finished is kept in `output_dir`/evaluation_rows: the same command with --resume goes on from there.
+There is one process for every visible GPU, or `workers` on a CPU; under torchrun the work is divided among the ranks.
+Finished parts are kept in `output_dir`/evaluation_rows, and the same command with --resume continues from there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 # A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
-from posttrain import evaluation, models, plan, report, rollout, runtime
+from posttrain import config, evaluation, models, plan, report, rollout, runtime
 from posttrain.config import EvaluateRun, load, run
 from posttrain.evaluation import (
     ROWS,
@@ -32,10 +32,10 @@ from posttrain.evaluation import (
     compare,
     costs_in_words,
     endpoint_costs,
+    env_error,
     headline_levels,
     hub_sets,
     play_baselines,
-    raised,
     run_task,
     run_tasks,
     section,
@@ -65,17 +65,17 @@ def main() -> None:
     if runlog.is_main_process() and not args.resume:
         store.clear()
     parallel.barrier()
-    found = run_tasks(cfg, tasks, run_task)
+    outcome = run_tasks(cfg, tasks, run_task)
     parallel.stop()
     if not runlog.is_main_process():
         return
 
-    measured = [name for name in cfg.checkpoints if name not in found.failed]
+    measured = [name for name in cfg.checkpoints if name not in outcome.failed]
     if measured:
-        rows = {name: found.of(name, tasks) for name in measured}
+        rows = {name: outcome.of(name, tasks) for name in measured}
         results = {
             "checkpoints": {name: summarise(cfg, rows[name], rows) for name in measured},
-            "failed": found.failed,
+            "failed": outcome.failed,
             "differences": compare(cfg, rows),
             "baselines": baselines,
             "digests": {name: store.fingerprint(name) for name in measured if name in cfg.local},
@@ -101,16 +101,16 @@ def main() -> None:
             report.plots(results, out / "plots")
             write_whole(out / RESULTS, [json.dumps(results, indent=1, allow_nan=False), "\n"])
         report.show(results)
-        for name, paid in results.get("endpoints", {}).items():
-            print(f"{name}: {costs_in_words(paid)}")
+        for name, costs in results.get("endpoints", {}).items():
+            print(f"{name}: {costs_in_words(costs)}")
         print(f"Written: {out / RESULTS}, results.md, transcripts.jsonl, plots/")
         if cfg.report:
             print(f"Report: {report.build(out)}")
-    if found.failed:
-        listed = "\n  ".join(f"{name}: {reason}" for name, reason in found.failed.items())
+    if outcome.failed:
+        listed = "\n  ".join(f"{name}: {reason}" for name, reason in outcome.failed.items())
         raise UserError(
-            f"{len(found.failed)} of {len(cfg.checkpoints)} checkpoints could not be measured:\n  {listed}\nThe rows "
-            f"of the others are in {out}. Repair these (checkpoints.NAME=...) and give the same command with --resume, "
+            f"{len(outcome.failed)} of {len(cfg.checkpoints)} checkpoints could not be measured:\n  {listed}\nThe rows "
+            f"of the others are in {out}. Repair these (checkpoints.NAME=...) and run the same command with --resume, "
             "which measures only what is missing."
         )
     store.clear()
@@ -118,14 +118,19 @@ def main() -> None:
 
 def _arguments(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--overwrite", action="store_true", help="replace the results that output_dir holds already")
-    what.add_argument("--resume", action="store_true", help="keep what an evaluation has finished that did not end")
+    what.add_argument("--overwrite", action="store_true", help="replace the results that are in output_dir")
+    what.add_argument(
+        "--resume", action="store_true", help="continue an interrupted evaluation, and keep its finished parts"
+    )
 
 
 def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
-    """Everything that can be known to be wrong, in one UserError: results in the way, checkpoints, device, ...
+    """Check everything before any work: existing results, checkpoints, device, environments, ...
 
-    What passes is locked: no other process may write to output_dir until this one ends.
+    Then lock output_dir, so that no other process writes to it until this one ends.
+
+    Raises:
+        UserError: something is wrong; the message lists all problems.
     """
     checkpoint = runtime.checkpoint
     problems = []
@@ -139,13 +144,11 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
         done = f"{out / RESULTS} is complete" if (out / RESULTS).exists() else f"no evaluation has begun in {out}"
         problems.append(f"There is nothing to resume: {done}. Leave out --resume.")
     elif kept and not (overwrite or resume):
-        problems.append(
-            f"{out} holds an evaluation that has not ended: go on with it (--resume) or drop it (--overwrite)."
-        )
+        problems.append(f"{out} holds an unfinished evaluation: continue it (--resume) or replace it (--overwrite).")
     elif (out / RESULTS).exists() and not (overwrite or resume):
         problems.append(f"{out / RESULTS} exists. Keep it (output_dir=ANOTHER) or replace it (--overwrite).")
     if not any(getattr(cfg.suites, suite) for suite in type(cfg.suites).model_fields):
-        problems.append("suites: nothing is asked; give at least one of math, repetition, recall, preferences, envs.")
+        problems.append("suites: no suite is set; set at least one of math, repetition, recall, preferences, envs.")
     try:
         device = runtime.hardware.resolve_device(cfg.device)
         if cfg.suites.preferences and device.type == "cuda":
@@ -165,7 +168,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
             problems.append(f"checkpoints.{name}: {problem}")
     for name, path in cfg.local.items():
         if not hub_is_there and not Path(path).exists() and HUB_NAME.fullmatch(path):
-            continue  # said already
+            continue  # reported already
         try:
             models.load_chat(section(cfg, name), cfg.chat.template)
             if (Path(path) / checkpoint.MANIFEST).exists():
@@ -177,24 +180,27 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
             problems.append(f"checkpoints.{name}: {problem}")
         except (SafetensorError, OSError) as error:
             problems.append(f"checkpoints.{name}: {path} cannot be read or is damaged: {error}.")
-    for env in cfg.suites.envs.envs if cfg.suites.envs else []:
-        try:
-            rollout.open_env(env)
-        except (ValueError, TypeError) as error:
-            problems.append(f"suites.envs.envs: {error}")
-        except (Exception, SystemExit) as error:  # an environment may raise anything
-            problems.append(str(raised(env.name, error)))
+    if suite := cfg.suites.envs:
+        for env in suite.envs:
+            try:
+                config.check_parser(suite.protocol, rollout.open_env(env))
+            except UserError as problem:
+                problems.append(f"suites.envs: {problem}")
+            except (ValueError, TypeError) as error:
+                problems.append(f"suites.envs.envs: {error}")
+            except (Exception, SystemExit) as error:  # an environment may raise anything
+                problems.append(str(env_error(env.name, error)))
     if problems:
         raise UserError("\n  ".join(["The evaluation cannot start:", *problems] if len(problems) > 1 else problems))
     checkpoint.lock_folder(out)
 
 
 def benchmarks(file: Path, digests: dict[str, str]) -> Record:
-    """Return what `posttrain harness` has put into the results that are replaced, of checkpoints that are the same."""
+    """Return the figures of `posttrain harness` in the former results, except those of checkpoints that changed."""
     try:
         former = json.loads(file.read_text(encoding="utf-8")).get("benchmarks", {})
-        return {name: found for name, found in former.items() if digests.get(name, found["digest"]) == found["digest"]}
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):  # none, or damaged: it is replaced anyway
+        return {name: entry for name, entry in former.items() if digests.get(name, entry["digest"]) == entry["digest"]}
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):  # absent or damaged; it is replaced
         return {}
 
 

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     # 1. What to do.
     cfg, flags = load(SFTRun, "configs/phase1_sft.yaml", argv, training_flags, __doc__)
     if flags.plan is not None:
-        return plan.show(cfg, flags.plan, flags.config)
+        return plan.print_plan(cfg, flags.plan, flags.config)
     runlog.keep_private(Path(cfg.output_dir))
 
     # 2. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     outcome = finetune.training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=setup.deterministic)
 
     # 4. What phase 2 takes over.
-    finetune.training.export(
+    finetune.training.export_model(
         trainer, chat, cfg, outcome, rows=setup.folder, phase="phase1", next_phase="phase2_dpo",
         config_file=flags.config,
     )  # fmt: skip

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     # 1. What to do.
     cfg, flags = load(DPORun, "configs/phase2_dpo.yaml", argv, training_flags, __doc__)
     if flags.plan is not None:
-        return plan.show(cfg, flags.plan, flags.config)
+        return plan.print_plan(cfg, flags.plan, flags.config)
     runlog.keep_private(Path(cfg.output_dir))
 
     # 2. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected. Everything that is
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     cfg, args, model, chat = setup.cfg, setup.args, setup.model, setup.chat
 
-    # 3. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
+    # 3. TRL trains. The reference is the policy in memory. It scores all pairs once, before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.
     finetune.training.show_reference_progress()
     with runtime.trl_arguments.refusals_in_words(), runtime.hardware.deterministic(setup.deterministic):
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
-        trainer.ref_model = None  # it has been asked
+        trainer.ref_model = None  # its log-probs are computed
     data.prepared_rows.seal_rows(setup.folder, cfg, chat)
 
     margin = reference_margin(
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     )
 
     # 4. What phase 3 takes over.
-    finetune.training.export(
+    finetune.training.export_model(
         trainer, chat, cfg, outcome, rows=setup.folder, phase="phase2", next_phase="phase3_starpo",
         config_file=flags.config,
     )  # fmt: skip
@@ -86,14 +86,16 @@ ROUNDING = {"bfloat16": 0.58 / 300**0.5, "float16": 0.58 / 300**0.5 / 2**3, "flo
 
 
 def reference_margin(args: Any, dtype: torch.dtype, answers: list[int]) -> float:
-    """How far from zero the rewards of the first step may be: four standard deviations of rounding, at least 1e-3.
+    """Return how far from zero rewards of the first step may be: four standard deviations of rounding, at least 1e-3.
 
     A reward is beta times the difference of two log-probs of an answer. Reference and training read it in batches of
-    different shapes, and rounding makes their difference grow with the root of its tokens (`answers`: of each answer).
-    The step reports the mean over its pairs. With the reference settings (bfloat16, beta .1, 300 tokens, 16 pairs):
-    .058.
+    different shapes, and rounding makes their difference grow with the square root of its number of tokens. The step
+    reports the mean over its pairs. With the reference settings (bfloat16, beta .1, 300 tokens, 16 pairs): .058.
 
-    args: a DPOConfig. dtype: what layers compute with outside autocast.
+    Args:
+        args: a DPOConfig.
+        dtype: what layers compute with outside autocast.
+        answers: number of tokens of each answer.
     """
     used = [str(dtype).removeprefix("torch.")]
     used += ["bfloat16"] if args.bf16 else ["float16"] if args.fp16 or args.tf32 else []
@@ -105,9 +107,10 @@ def reference_margin(args: Any, dtype: torch.dtype, answers: list[int]) -> float
 def check_reference(
     figures: dict[str, Any], loss_types: list[str], loss_weights: list[float], margin: float = 1e-3
 ) -> None:
-    """Before its first update the policy is the reference: no reward either way, and a sigmoid loss of ln 2.
+    """Check that the policy equals its reference before the first update: rewards of zero, a sigmoid loss of ln 2.
 
-    Anything else means that the reference log-probs belong to another model or to other tokens, or are not numbers.
+    Raises:
+        UserError: the reference log-probs belong to another model or to other tokens, or are not finite.
     """
     expected = {"rewards/chosen": 0.0, "rewards/rejected": 0.0}
     if loss_types == ["sigmoid"]:

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train as the config says. argv: the words of the command line; None takes those of this process."""
     cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, flags, __doc__)
     if args.plan is not None:
-        return plan.show(cfg, args.plan, args.config)
+        return plan.print_plan(cfg, args.plan, args.config)
     if args.advise:
         return advise(cfg)
     runlog.keep_private(Path(cfg.output_dir))

@@ -29,7 +29,7 @@ from posttrain.plan import report, rows
 from posttrain.plan.devices import Device, Fleet
 from posttrain.plan.episodes import Place
 from posttrain.plan.known_models import PUBLISHED
-from posttrain.plan.parts import gib, most
+from posttrain.plan.parts import gib, peak_bytes
 from posttrain.plan.shape import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,10 +91,10 @@ def make(folder: Path, case: Case) -> Path:
 def planned(file: Path, case: Case) -> int:
     """Bytes, as `--plan cpu` prints them, where it does not have to choose smaller micro-batches."""
     here = Device("cpu", 1, 1, 1, 1, 1, 1, None, 1e-6, waits=True)
-    cfg = report.settled(resolve(SFTRun, str(file), []), Fleet(here))
+    cfg = report.with_device_defaults(resolve(SFTRun, str(file), []), Fleet(here))
     kind, sizes = PUBLISHED[case.model]
     shape = Shape.of(AutoConfig.for_model(kind, **sizes), cfg.model)
-    return most(rows.rows_memory(shape, cfg, Place(1 << 50, report.HELD, cuda=False), case.rows))
+    return peak_bytes(rows.rows_memory(shape, cfg, Place(1 << 50, report.HELD, cuda=False), case.rows))
 
 
 def measured(file: Path) -> int:

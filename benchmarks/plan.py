@@ -95,7 +95,7 @@ def iteration_of(shape: Shape, cfg: StarPORun, work: Episodes, device: Device) -
     planned = episodes.choose(shape, cfg, place)
     found = seconds.of_episodes(shape, cfg, Fleet(device), work, planned, 1)
     learns = {name: parts for name, parts in planned.parts.items() if name != "playing"}
-    return found.parts, planned.peak / GIB, plan.most(learns) / GIB
+    return found.parts, planned.peak / GIB, plan.peak_bytes(learns) / GIB
 
 
 def of_results() -> Iterator[Compared]:
@@ -179,7 +179,7 @@ def _phases(device: Device) -> Iterator[Compared]:
             place = episodes.Place(1 << 40, report.HELD, cuda=False)
             (mine,) = row["ours"]
             with patch.dict(rows.COLUMNS, cpu=rows.COLUMNS["cuda"]):
-                peak = plan.most(rows.rows_memory(shape, cfg, place, min(at_once, len(tokens)))) / GIB
+                peak = plan.peak_bytes(rows.rows_memory(shape, cfg, place, min(at_once, len(tokens)))) / GIB
             name = f"{row['phase']}, {row['vocabulary'] // 1024}k words"
             yield Compared(f"peak, {name}", "GiB", peak, mine["peak"], LABELS)
             if found["machine"] == own:
@@ -224,7 +224,7 @@ def of_published() -> Iterator[Compared]:
     yield Compared("checkpoint of PPO's actor, 3B, 8 shards (RAGEN v2)", "GB", saved, 35, why)
 
     whole, lora = (episodes_on("Qwen2.5-0.5B", "H100", **{"model.tuning": kind})[0] for kind in ("full", "lora"))
-    share = plan.most(lora.parts) / plan.most(whole.parts)
+    share = plan.peak_bytes(lora.parts) / plan.peak_bytes(whole.parts)
     why = "theirs holds vLLM's share beside both; ours fills the memory with larger micro-batches where it is free"
     yield Compared("memory, LoRA to full, 0.5B (RAGEN, app. D)", "", share, 23 / 48, why)
 
@@ -255,7 +255,7 @@ def of_published() -> Iterator[Compared]:
     why = "hours over 200 steps, the filter on; it keeps 3.2 of 8 groups, the plan counts on all that it may keep"
     yield Compared("a step, 3B, 4 x H100, repeated by others", "s", kept.seconds.iteration, 3.75 * 3600 / 200, why)
     why = "theirs lets vLLM reserve what is free"
-    yield Compared("memory of all four", "GB", 4 * plan.most(large.parts) / 1e9, 202, why)
+    yield Compared("memory of all four", "GB", 4 * plan.peak_bytes(large.parts) / 1e9, 202, why)
 
 
 def cost_of(shape: Shape, device: str) -> seconds.Cost:
@@ -279,7 +279,7 @@ def verdicts() -> list[list[str]]:
     lines = []
     for told, model, fleet, changes in cases:
         planned, _ = episodes_on(model, fleet, **changes)
-        least = plan.most(planned.parts) / GIB if planned.seconds else sum(planned.parts["always"].values()) / GIB
+        least = plan.peak_bytes(planned.parts) / GIB if planned.seconds else sum(planned.parts["always"].values()) / GIB
         says = "fits" if planned.seconds else "does not fit"
         says += ", sharded" if planned.sharded and planned.seconds else ""
         lines.append([told, says, f"{least:.1f}" + ("" if planned.seconds else " before anything is computed")])
@@ -296,7 +296,7 @@ def of_run(folder: Path, asked: str) -> Iterator[Compared]:
     kind = StarPORun if "rollout" in content else DPORun if (folder / "pairs").is_dir() else SFTRun
     cfg = resolve(kind, folder / "run_config.yaml")
     (fleet,) = devices.fleets(asked)
-    cfg = report.settled(cfg, fleet)
+    cfg = report.with_device_defaults(cfg, fleet)
     shape = Shape.of(known_models.config_of(cfg.model, folder / "run_config.yaml"), cfg.model)
     if isinstance(cfg, StarPORun):
         yield from _of_steps(folder, shape, cfg, fleet, [row for row in told if "seconds/update" in row])

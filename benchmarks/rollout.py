@@ -111,6 +111,8 @@ def ragged(model: Any, every: int) -> Iterator[None]:
 class GenerateSampler(ReplaySampler):
     """The peer: plain `model.generate` over the left-padded histories, which draws by itself and keeps no log-probs."""
 
+    model: Any  # `generate` has no types
+
     @torch.no_grad()
     def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
         rows = [self._ids[handle] for handle in handles]

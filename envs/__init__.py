@@ -59,7 +59,7 @@ def register(env: type[TextEnv]) -> None:
 
 
 def _check_whole(env: type[TextEnv]) -> None:
-    """ValueError unless a class has all that is required of an environment."""
+    """Raise ValueError unless a class has everything that an environment needs."""
     lacks = [f"{method}()" for method in sorted(env.__abstractmethods__)]
     lacks += [field for field in ("name", "actions") if not hasattr(env, field)]
     if lacks:
@@ -118,7 +118,7 @@ def _by_path(path: str) -> type[TextEnv]:
         sys.path.append(here)  # last, so that no file of the folder hides an installed package
     try:
         with keep_process_state(path):
-            found = vars(importlib.import_module(module))
+            namespace = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # a module that the user's own imports
             raise ValueError(f"{path} cannot be used: {module} imports {error.name}, which is not installed.") from None
@@ -126,18 +126,18 @@ def _by_path(path: str) -> type[TextEnv]:
         raise ValueError(f"There is no module {module} {where}. {usage}") from None
     except (Exception, SystemExit) as error:  # a module may raise anything
         raise ValueError(f"{path} cannot be used: importing {module} raised {type(error).__name__}: {error}.") from None
-    classes = {key: value for key, value in found.items() if isinstance(value, type) and issubclass(value, TextEnv)}
+    classes = {key: value for key, value in namespace.items() if isinstance(value, type) and issubclass(value, TextEnv)}
     if name in classes:
         _check_whole(classes[name])
         return classes[name]
-    file, own = found.get("__file__", module), [each for each in classes if each != "TextEnv"]
-    what = f"{name} is not a subclass of envs.base.TextEnv" if name in found else f"there is no {name}"
+    file, own = namespace.get("__file__", module), [each for each in classes if each != "TextEnv"]
+    what = f"{name} is not a subclass of envs.base.TextEnv" if name in namespace else f"there is no {name}"
     others = f" Environments there: {', '.join(own)}." if own else " examples/minimal_env.py is a whole environment."
     raise ValueError(f"In {file} {what}. Write module:Class with an environment's class.{others}")
 
 
 def option(text: str) -> tuple[str, Any]:
-    """`size=5` -> ("size", 5); `observation=grid` -> ("observation", "grid")."""
+    """Return an option: ("size", 5) for `size=5`, ("observation", "grid") for `observation=grid`."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError(
@@ -177,9 +177,9 @@ for _module in pkgutil.iter_modules(__path__):
         continue
     try:
         with keep_process_state(f"envs/{_module.name}.py"):
-            _found = importlib.import_module(f"envs.{_module.name}")
-        for _thing in list(vars(_found).values()):
-            _own = f"{getattr(_thing, '__module__', '')}.".startswith(f"{_found.__name__}.")
+            _imported = importlib.import_module(f"envs.{_module.name}")
+        for _thing in list(vars(_imported).values()):
+            _own = f"{getattr(_thing, '__module__', '')}.".startswith(f"{_imported.__name__}.")
             if _own and isinstance(_thing, type) and issubclass(_thing, TextEnv):
                 register(_thing)
     except (Exception, SystemExit) as _error:  # one file that a user is writing must not take the others with it

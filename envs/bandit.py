@@ -300,7 +300,7 @@ class Bandit(TextEnv):
 
 
 def _named(config: Machine, rng: np.random.Generator) -> tuple[Arm, ...]:
-    """Two arms whose names say what they are, in any order; reversed semantics change neither names nor order."""
+    """Return two arms whose names say what they are, in any order; reversed semantics change neither."""
     pairs = PAIRS[list(PAIRS)[int(rng.integers(len(PAIRS)))]]
     names = pairs[int(rng.integers(len(pairs)))]
     pays = (config.chance, 1.0), (1.0, config.sure)

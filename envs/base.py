@@ -45,7 +45,16 @@ def split_by_hash(level_key: str) -> str:
 
 
 def known(what: str, name: str, choices: Iterable[str]) -> str:
-    """`name` if it is one of `choices`; otherwise a ValueError that names the choices and guesses what was meant."""
+    """Return `name` if it is one of `choices`.
+
+    Args:
+        what: what the name stands for, for the message, as "split".
+        name: to check.
+        choices: allowed names.
+
+    Raises:
+        ValueError: it is not one of them; the message lists the choices and guesses which one was meant.
+    """
     choices = list(choices)
     if name in choices:
         return name
@@ -78,9 +87,12 @@ class NoLevel(ValueError):
 
 @lru_cache(maxsize=1 << 16)
 def draw_level(env: type[TextEnv], config: Hashable, seed: int, split: str) -> Any:
-    """Return the level of one seed: candidate after candidate, until one is in `split`.
+    """Return the level of one seed: the first candidate in `split`.
 
-    Pure (no draw depends on an earlier one), hence cached: the samples of a group share the cost of their level.
+    It is pure (no draw depends on an earlier one), hence cached: the samples of a group share the cost of their level.
+
+    Raises:
+        NoLevel: no candidate is in the split.
     """
     drawn = 0
     for level in islice(env.draw(config, np.random.default_rng([seed, 0])), DRAWS):
@@ -186,7 +198,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
 
     @property
     def title(self) -> str:
-        """What figures call it."""
+        """Return the name for figures."""
         return self.label or self.name
 
     @classmethod
@@ -198,6 +210,18 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         return getattr(cls, capability) is not getattr(TextEnv, capability)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Start an episode; the same seed and split give the same level in any process.
+
+        Args:
+            seed: of the level; None draws one.
+            options: "split" (train, validation or test) and "noise_seed", the seed of chance inside the episode.
+
+        Returns:
+            The first observation and info.
+
+        Raises:
+            NoLevel: these options of the environment leave the split without levels.
+        """
         super().reset(seed=seed)
         options = options or {}
         for key in options:
@@ -211,8 +235,10 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         try:
             self.level = draw_level(type(self), self.config, seed, split)
         except NoLevel as problem:
-            told = ", ".join(f"{option}: {json.dumps(value, default=str)}" for option, value in self.made_with.items())
-            with_options = f" with {told}" if told else ""
+            settings = ", ".join(
+                f"{option}: {json.dumps(value, default=str)}" for option, value in self.made_with.items()
+            )
+            with_options = f" with {settings}" if settings else ""
             raise NoLevel(f"{problem}{with_options}. Choose options that allow more levels.") from None
         self.begin(self.level)
         if self.actions is not None and OneOf(self.actions) != self.action_space:  # `begin` set those of the level
@@ -233,7 +259,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     @classmethod
     @abstractmethod
     def key_of(cls, level: Any) -> str:
-        """Equal for two levels exactly when they are the same puzzle; decides the split."""
+        """Return a text that is equal for two levels exactly when they are the same puzzle; it decides the split."""
 
     @abstractmethod
     def begin(self, level: Any) -> None:
@@ -241,7 +267,14 @@ class TextEnv(gymnasium.Env[str, str], ABC):
 
     @abstractmethod
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one action: observation, reward, terminated, truncated, info, as the class docstring says."""
+        """Play one action.
+
+        Args:
+            action: one of `actions`, or free text.
+
+        Returns:
+            Observation, reward, terminated, truncated and info, as the class docstring says.
+        """
 
     @abstractmethod
     def observe(self) -> str:
@@ -254,7 +287,10 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     # -- optional: CAPABILITIES says what each switches on -----------------------------------------------------------
 
     def state_key(self) -> str:
-        """Equal for two states exactly when the same actions lead to the same futures (GiGPO's anchor states)."""
+        """Return a text that is equal for two states exactly when the same actions lead to the same futures.
+
+        GiGPO groups turns by it (its anchor states).
+        """
         raise NotImplementedError(f"{self.name} has no state_key.")
 
     def expert(self) -> str:
@@ -262,18 +298,22 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         raise NotImplementedError(f"{self.name} has no expert.")
 
     def optimal_success(self, horizon: int) -> float:
-        """Return the chance with which the best policy succeeds from here within `horizon` actions."""
+        """Return the probability that the best policy succeeds from the current state.
+
+        Args:
+            horizon: number of actions left.
+        """
         raise NotImplementedError(f"{self.name} has no optimal_success.")
 
     def players(self) -> dict[str, str]:
-        """Each scripted policy's next action from the current state, by its name: {"random": "Up", "safe": "Left"}.
+        """Return the next action of each scripted policy from the current state: {"random": "Up", "safe": "Left"}.
 
         Phase 1 demonstrates the format and the rules with them, not the skill: none of them should be good.
         """
         return {} if self.actions is None else {"random": self.choose()}
 
     def cues(self) -> dict[str, tuple[str, ...]]:
-        """What matters in the current state: named sets of actions, e.g. {"goal": ("Down",), "safe": ("Left",)}."""
+        """Return what matters in the current state: named actions, as {"goal": ("Down",), "safe": ("Left",)}."""
         return {}
 
     def render(self) -> Any:
@@ -308,7 +348,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     # -- given ------------------------------------------------------------------------------------------------------
 
     def level_key(self) -> str:
-        """`key_of` the current level."""
+        """Return `key_of` the current level."""
         return self.key_of(self.level)
 
     def canonical_action(self, action: str) -> str | None:
@@ -333,14 +373,22 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         return choices[int(self.policy_rng.integers(len(choices)))]
 
 
-def steps_told(way: tuple[int, int], moves: Mapping[str, tuple[int, int]]) -> str:
+def steps_in_words(way: tuple[int, int], moves: Mapping[str, tuple[int, int]]) -> str:
     """Return a way of (down, right) cells as steps in each direction: `Left 1 Up 2`; `here` for (0, 0)."""
     ahead = {name: down * way[0] + right * way[1] for name, (down, right) in moves.items()}
     return " ".join(f"{name} {steps}" for name, steps in ahead.items() if steps > 0) or "here"
 
 
 def with_symbols(defaults: Mapping[str, str], custom: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the default symbols with the user's in their place; each must be a single word that no other cell uses."""
+    """Return the default symbols of cells, replaced by the user's.
+
+    Args:
+        defaults: symbol of each kind of cell.
+        custom: the user's, for some of them.
+
+    Raises:
+        ValueError: a symbol is not a single word, or two cells share one.
+    """
     symbols = dict(defaults)
     for cell, symbol in (custom or {}).items():
         symbols[known("cell to give a symbol", cell, defaults)] = symbol

@@ -82,8 +82,8 @@ def look(subject: Subject, seed: int) -> int:
         broken = [where_raised(subject, error)]
     broken += [sentence for sentence in broken_promises(subject) if not any(already([sentence], one) for one in broken)]
     if subject.options and broken and all(SAME in sentence for sentence in broken):
-        told = " ".join(f"{name}={value}" for name, value in subject.options.items())
-        print(f"{subject.name} with {told}: {broken[0].partition(SAME)[0]}{SAME}. Choose options with more levels.",
+        options = " ".join(f"{name}={value}" for name, value in subject.options.items())
+        print(f"{subject.name} with {options}: {broken[0].partition(SAME)[0]}{SAME}. Choose options with more levels.",
               file=sys.stderr)  # fmt: skip
         return 2
     for sentence in broken:
@@ -117,9 +117,9 @@ def show_environment(subject: Subject, seed: int, console: Console) -> None:
     for capability, what in CAPABILITIES.items():
         parts.add_row(capability, "yes" if env.has(capability) else "no", what)
     console.print(parts)
-    told = ", ".join(f"{split} {count}" for split, count in subject.distinct.items())
+    counts = ", ".join(f"{split} {count}" for split, count in subject.distinct.items())
     shared = "" if any(env.split_of(level) for level in subject.levels["test"]) else " (no level is held out)"
-    console.print(f"Different levels in {LEVELS} draws: {told}{shared}.\n")
+    console.print(f"Different levels in {LEVELS} draws: {counts}{shared}.\n")
 
 
 def scores(subject: Subject) -> Table:

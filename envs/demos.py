@@ -47,22 +47,22 @@ class Recipe:
     left_out: Counter[str] = field(default_factory=Counter)  # filled while rows are made
 
     def rows(self, n: int) -> Iterator[dict[str, Any]]:
-        """`n` rows; the first k of them do not depend on n. ValueError where an environment gives none."""
-        found, tried = [0] * len(self.envs), [0] * len(self.envs)
+        """Yield `n` rows; the first k of them do not depend on n. ValueError where an environment gives none."""
+        written, tried = [0] * len(self.envs), [0] * len(self.envs)
         for number in range(1, n + 1):
-            owed = [weight * number / sum(self.weights) - k for weight, k in zip(self.weights, found, strict=True)]
+            owed = [weight * number / sum(self.weights) - k for weight, k in zip(self.weights, written, strict=True)]
             which = int(np.argmax(owed))
             row, last = None, tried[which] + GIVE_UP
             while row is None:
                 if tried[which] == last:
-                    told = ", ".join(f"{reason} {count:,}" for reason, count in self.left_out.items())
+                    reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.left_out.items())
                     raise ValueError(
                         f"{self.envs[which].name}: {GIVE_UP} episodes in a row gave nothing to write (left out:"
-                        f" {told}). Choose other players or more turns."
+                        f" {reasons}). Choose other players or more turns."
                     )
                 row = self._row(self.envs[which], tried[which])
                 tried[which] += 1
-            found[which] += 1
+            written[which] += 1
             yield row
 
     def _row(self, env: TextEnv, number: int) -> dict[str, Any] | None:
@@ -73,11 +73,11 @@ class Recipe:
         def begin() -> Episode:
             return Episode(env, protocol, seed, self.split)
 
-        told = {"env": env.name, "seed": seed}
+        facts = {"env": env.name, "seed": seed}
         if self.pairs:
             pair, left_out = preference_in_state(begin, self.mix, self.flawed or self._players(env), self.style)
             self.left_out.update(left_out)
-            return None if pair is None else pair | told
+            return None if pair is None else pair | facts
         episode = begin()
         messages, trained = demonstration(episode, self.mix, self.style)
         reason = "the answer format is broken" if episode.malformed_turns else ""
@@ -86,7 +86,7 @@ class Recipe:
         if reason:
             self.left_out[reason] += 1
             return None
-        return {"messages": messages} | told | {"success": episode.success}
+        return {"messages": messages} | facts | {"success": episode.success}
 
     def _players(self, env: TextEnv) -> dict[str, float]:
         env.reset(seed=0)
@@ -109,12 +109,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env demos") -
         file = Path(arguments.out or f"runs/demos/{name}.jsonl")
         if file.exists() and not arguments.overwrite:
             raise ValueError(f"{file} exists already: name another file with --out, or write --overwrite.")
-        told = write(recipe, arguments.n, file)
+        summary = write(recipe, arguments.n, file)
     except (ValueError, OSError, NoAnswer) as problem:
         lost = f"{arguments.out or 'runs/demos'} cannot be written: choose another file with --out"
         print(f"{lost} ({problem.strerror})." if isinstance(problem, OSError) else problem, file=sys.stderr)
         return 2
-    print(f"{told}\nRead it with data.sources: [{{kind: {kind}, path: {file}}}]")
+    print(f"{summary}\nRead it with data.sources: [{{kind: {kind}, path: {file}}}]")
     return 0
 
 
@@ -207,10 +207,10 @@ def write(recipe: Recipe, n: int, file: Path) -> str:
         os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
-    told = f"{n:,} {'pairs' if recipe.pairs else f'episodes, {solved:,} of them solved'}"
+    total = f"{n:,} {'pairs' if recipe.pairs else f'episodes, {solved:,} of them solved'}"
     shares = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     left_out = "".join(f"; {reason}: {count:,}" for reason, count in sorted(recipe.left_out.items())) or "; nothing"
-    return f"Wrote {told} ({shares}), {len(different):,} different, to {file}. Left out{left_out[1:]}."
+    return f"Wrote {total} ({shares}), {len(different):,} different, to {file}. Left out{left_out[1:]}."
 
 
 if __name__ == "__main__":

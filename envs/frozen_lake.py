@@ -1,4 +1,4 @@
-"""Can the model cross the ice?  gymnasium's FrozenLake on random maps, told in text.
+"""Can the model cross the ice?  gymnasium's FrozenLake on random maps, as text.
 
 A level is a map of S (start), G (goal), H (hole) and F (frozen) in which a path leads from S to G.
 """
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from gymnasium.envs.toy_text import frozen_lake
 
-from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
+from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_in_words, with_symbols
 from envs.sentences import DIRECTIONS, PLACES, at_in_words, listed, upper_first, way_in_words
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "dead": "X", "arrived": "*", "edge": "#"}
@@ -172,7 +172,7 @@ class FrozenLake(TextEnv):
             return text if self.observation == "coordinates" else f"{text}\n{self._grid(self.separator)}"
         if self.observation == "neighbours":
             beside = [f"{direction} {self._symbol(self._neighbour(direction))}" for direction in MOVES]
-            return " ".join([f"Goal {steps_told(self._way(), MOVES)}", *beside])
+            return " ".join([f"Goal {steps_in_words(self._way(), MOVES)}", *beside])
         positions = f"You {self._at(self.position)} Goal {self._at(self.goal)}"
         coordinates = f"{positions} Holes {' ; '.join(holes) or 'none'}"
         return coordinates if self.observation == "coordinates" else f"{coordinates}\n{self._grid(self.separator)}"
@@ -307,7 +307,7 @@ class FrozenLake(TextEnv):
         return steps_to_goal(self.level)[self.position]
 
     def render(self) -> Any:
-        """gymnasium's pictures with `render_mode="rgb_array"`; the grid with "ansi", whatever the model is shown."""
+        """Return gymnasium's picture with `render_mode="rgb_array"`, and the grid with "ansi"."""
         if self.render_mode != "rgb_array":
             return self._grid(" ") if self.render_mode == "ansi" else None
         from PIL import Image
@@ -326,7 +326,7 @@ class FrozenLake(TextEnv):
 
 @lru_cache(maxsize=4096)
 def transitions(level: tuple[str, ...], chance: float) -> dict[int, dict[int, list[tuple[float, int, float, bool]]]]:
-    """gymnasium's own table: state -> action -> [(probability, next state, reward, ended)]."""
+    """Return gymnasium's own table: state -> action -> [(probability, next state, reward, ended)]."""
     return frozen_lake.FrozenLakeEnv(desc=list(level), is_slippery=chance < 1, success_rate=chance).P
 
 
@@ -344,7 +344,7 @@ def lake_model(level: tuple[str, ...], chance: float) -> tuple[np.ndarray, np.nd
 
 @lru_cache(maxsize=1 << 16)
 def values_within(level: tuple[str, ...], chance: float, horizon: int) -> np.ndarray:
-    """V_h(s) = max_a sum_s' P(s'|s,a) V_{h-1}(s'), V_0 = [s is the goal]; goal and holes are absorbing."""
+    """Return V_h(s) = max_a sum_s' P(s'|s,a) V_{h-1}(s'), V_0 = [s is the goal]; goal and holes are absorbing."""
     value, odds = lake_model(level, chance)
     for _ in range(horizon):
         value = (odds @ value).max(0)
@@ -353,7 +353,7 @@ def values_within(level: tuple[str, ...], chance: float, horizon: int) -> np.nda
 
 @lru_cache(maxsize=4096)
 def values_without_deadline(level: tuple[str, ...], chance: float) -> np.ndarray:
-    """Discounted value iteration to convergence, the goal worth 1."""
+    """Return the values of discounted value iteration at convergence, with 1 at the goal."""
     value, odds = lake_model(level, chance)
     goal = value == 1
     while True:
@@ -365,7 +365,7 @@ def values_without_deadline(level: tuple[str, ...], chance: float) -> np.ndarray
 
 @lru_cache(maxsize=4096)
 def steps_to_goal(level: tuple[str, ...]) -> list[int]:
-    """Per cell the moves to the goal around the holes, -1 where there is no way (breadth first, from the goal)."""
+    """Return for each cell the moves to the goal around the holes, -1 without a way (breadth first, from the goal)."""
     size, cells = len(level), "".join(level)
     steps = [-1] * len(cells)
     queue = deque([cells.index("G")])

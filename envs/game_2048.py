@@ -1,4 +1,4 @@
-"""Can the model merge its way to a large tile?  The game 2048, told in text.
+"""Can the model merge its way to a large tile?  The game 2048 as text.
 
 A level is the first board, its tiles row by row. Where new tiles appear is chance, and belongs to the episode.
 """
@@ -289,7 +289,7 @@ def best_reply(board: Board) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def best_move(board: Board) -> str:
-    """Expectimax over one own move, the new tile and one more move; of a lost board, any move."""
+    """Return the best move by expectimax over one own move, the new tile and one more move; any move if all lose."""
 
     def expected(after: Board) -> float:
         empty = empty_cells(after)

@@ -78,7 +78,7 @@ class OwnPagesOnly:
 
 
 def own_headers(send: Any) -> Any:
-    """Drops CORS headers, which let other websites read an answer, and keeps cookies to this one."""
+    """Return a `send` that drops CORS headers (other websites could read an answer) and keeps cookies to this site."""
 
     async def sending(message: Any) -> None:
         if message["type"] == "http.response.start":
@@ -99,8 +99,8 @@ class KeyHolders:
         self.app, self.expected, self.form = app, f"Bearer {key}".encode(), form
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        given = (header(scope, b"authorization") or "").encode("latin-1") if scope["type"] != "lifespan" else b""
-        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
+        credentials = (header(scope, b"authorization") or "").encode("latin-1") if scope["type"] != "lifespan" else b""
+        if scope["type"] == "lifespan" or hmac.compare_digest(credentials, self.expected):
             await self.app(scope, receive, send)
         else:
             await refuse_unread(scope, send, 401, "The key of this server is missing, or it is another one.", self.form)

@@ -135,11 +135,11 @@ def _valid_actions(env: TextEnv, levels: int = 8) -> list[str]:
     if env.actions is not None:
         env.reset(seed=0)
         return list(env.actions or ())
-    found = []
+    actions = []
     for seed in range(levels):
         env.reset(seed=seed)
-        found += [next_action(env, player) for player in player_names(env)]
-    return found or ["some text"]
+        actions += [next_action(env, player) for player in player_names(env)]
+    return actions or ["some text"]
 
 
 def _mutated(text: str, rng: random.Random) -> str:

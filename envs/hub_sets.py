@@ -42,9 +42,9 @@ def stream_rows(
     empty = set(columns)
     try:
         for row in islice(_open(path, config, split), rows):
-            found = {column: row.get(column) for column in columns}
-            empty -= {column for column, value in found.items() if value is not None}
-            yield found
+            values = {column: row.get(column) for column in columns}
+            empty -= {column for column, value in values.items() if value is not None}
+            yield values
     except Exception as error:  # `datasets` raises classes of many libraries
         raise _unreadable(env, f"{path} (split {split})", error) from error
     if lacking := [column for column in columns if column in empty]:
@@ -93,7 +93,7 @@ def reason_unreadable(error: Exception) -> str:
 
 
 def not_too_large(path: str) -> None:
-    """ValueError for a folder with so many files that it can only have been meant for another one: a home, say."""
+    """Raise ValueError for a folder with so many files that it cannot be a data set: a home folder, say."""
     entries = (name for _, folders, files in os.walk(path) for name in (*folders, *files))
     if next(islice(entries, MOST_ENTRIES, None), None) is not None:
         raise ValueError(f"a folder with more than {MOST_ENTRIES:,} files and folders in it cannot be a data set")

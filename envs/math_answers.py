@@ -1,6 +1,6 @@
 r"""Are two answers of mathematics equal?  Here as far as their form goes; formulas are left to math-verify.
 
-    equal("x = 7.0 cm", "7", same)            # True, and `same` is not asked
+    equal("x = 7.0 cm", "7", same)            # True, without a call of `same`
     equal("5 m", "5 cm", same), equal("12_8", "12", same), equal("6=7", "7", same)         # all False
     equal("1+2i", "2i+1", same)               # what same("1+2{i}", "2{i}+1") says
 Both texts take the one step of envs/math_spelling.py first. Numbers are compared exactly, lists, points and matrices
@@ -94,44 +94,44 @@ def same_text(one: str, other: str) -> bool:
     return one == other
 
 
-def equal(given: str, answer: str, same: Same) -> bool:
-    """Return whether an expression is the answer; `same` is asked about the formulas in them."""
-    if same_text(given, answer):
+def equal(response: str, answer: str, same: Same) -> bool:
+    """Return whether an expression is the answer; `same` compares the formulas in them."""
+    if same_text(response, answer):
         return True  # also where math-verify could read neither, such as a name
-    said = frozenset(LETTERS.findall(" ".join(IN_WORDS.findall(f"{given} {answer}"))))
-    given, answer = plain_spelling(given), plain_spelling(answer)
-    return bool(given and answer) and _Comparison(same, said).equal(given, answer)
+    words = frozenset(LETTERS.findall(" ".join(IN_WORDS.findall(f"{response} {answer}"))))
+    response, answer = plain_spelling(response), plain_spelling(answer)
+    return bool(response and answer) and _Comparison(same, words).equal(response, answer)
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    r"""`same` compares formulas, `said` holds the words inside of \text{}, which are never products of variables."""
+    r"""`same` compares formulas, `quoted` holds the words inside of \text{}, which are never products of variables."""
 
     same: Same
-    said: frozenset[str]
+    quoted: frozenset[str]
 
-    def equal(self, given: str, answer: str, depth: int = 0) -> bool:
+    def equal(self, response: str, answer: str, depth: int = 0) -> bool:
         """Return whether two plain texts are equal."""
         if depth > DEEPEST:
             return False
-        given, answer = (_without_lead(_without_braces(text)) for text in (given, answer))
+        response, answer = (_without_lead(_without_braces(text)) for text in (response, answer))
         if QUALIFIED.search(answer) is None:
-            given = QUALIFIED.sub("", given) or given
-        if same_text(given, answer) or (_only_words(given) == _only_words(answer) != ""):
+            response = QUALIFIED.sub("", response) or response
+        if same_text(response, answer) or (_only_words(response) == _only_words(answer) != ""):
             return True
-        found, wanted = (None if ATTACHED.search(text) else parse_number(text) for text in (given, answer))
-        if found is not None and wanted is not None:
-            return agree(found.unit, wanted.unit) and is_same(found, wanted)
-        ours, theirs = self._measured(given), self._measured(answer)
+        number, expected = (None if ATTACHED.search(text) else parse_number(text) for text in (response, answer))
+        if number is not None and expected is not None:
+            return agree(number.unit, expected.unit) and is_same(number, expected)
+        ours, theirs = self._measured(response), self._measured(answer)
         if not _agree(ours, theirs):
             return False
-        if (ours.rest, theirs.rest) != (given, answer):
+        if (ours.rest, theirs.rest) != (response, answer):
             return self.equal(ours.rest, theirs.rest, depth + 1)
-        if len(equation(given)) + len(equation(answer)) > 2:
-            return self._equations(given, answer, depth)
-        if (lists := self._lists(given, answer, depth)) is not None:
+        if len(equation(response)) + len(equation(answer)) > 2:
+            return self._equations(response, answer, depth)
+        if (lists := self._lists(response, answer, depth)) is not None:
             return lists
-        return self._formulas(given, answer, found, wanted)
+        return self._formulas(response, answer, number, expected)
 
     def _measured(self, text: str) -> _Measured:
         """Return a text without its unit, or without the words behind a number."""
@@ -145,7 +145,7 @@ class _Comparison:
         rest, unit = split_unit(text)
         if unit:
             end, letters = text[len(rest) :], LETTERS.match(text[len(rest) :].strip())
-            variable = letters is not None and len(letters[0]) == 1 and letters[0] not in self.said
+            variable = letters is not None and len(letters[0]) == 1 and letters[0] not in self.quoted
             if end.startswith(" ") and not variable:
                 return _Measured(rest, unit, "")
             if parse_number(rest) is not None if end.startswith(" ") else not variable and not _is_algebra(rest):
@@ -155,20 +155,20 @@ class _Comparison:
         rest = text[: match.start()].rstrip() if match else ""
         if not rest or _is_algebra(rest) or NOT_BESIDE.intersection(LETTERS.findall(" ".join(words).casefold())):
             return _Measured(whole, "", "")
-        if len(words[0]) < 4 and words[0] not in SMALL_WORDS | self.said:
+        if len(words[0]) < 4 and words[0] not in SMALL_WORDS | self.quoted:
             return _Measured(whole, "", "")
         for count in range(len(words), 0, -1):  # 5 meters long
             if unit := unit_of(" ".join(words[:count])):
                 return _Measured(rest, unit, "")
         return _Measured(rest, "", " ".join(words).casefold())
 
-    def _equations(self, given: str, answer: str, depth: int) -> bool:
+    def _equations(self, response: str, answer: str, depth: int) -> bool:
         """Return whether each side of an equation is a name or the answer: x=7 and 3+4=7 are 7, 6=7 and 2x=7 are not.
 
         An equation as the answer is what it says of one name, as in y = 2x + 3, or is left to math-verify.
         """
         is_list = _listed(answer) is not None
-        sides, theirs = [given] if _listed(given) else equation(given), equation(answer)
+        sides, theirs = [response] if _listed(response) else equation(response), equation(answer)
         if not is_list and len(theirs) == 2 and (name := _name(theirs[0])):
             mine = _name(sides[0]) if len(sides) > 1 else ""
             if len(name) > 1 or len(mine) != 1 or name == mine:
@@ -178,8 +178,8 @@ class _Comparison:
         elif len(theirs) == 1 or is_list:
             if len(sides) > 1:
                 return self._sides(sides, answer, depth)
-            return bool(self._lists(given, answer, depth))
-        return len(sides) == len(theirs) == 2 and self._ask(given, answer)
+            return bool(self._lists(response, answer, depth))
+        return len(sides) == len(theirs) == 2 and self._ask(response, answer)
 
     def _sides(self, sides: list[str], answer: str, depth: int) -> bool:
         *before, last = sides
@@ -190,23 +190,23 @@ class _Comparison:
             for side in before
         )
 
-    def _lists(self, given: str, answer: str, depth: int) -> bool | None:
+    def _lists(self, response: str, answer: str, depth: int) -> bool | None:
         """Return whether two lists, points, intervals, unions or matrices are equal; None if both may be formulas."""
-        ours, theirs = _listed(given), _listed(answer)
+        ours, theirs = _listed(response), _listed(answer)
         if ours is None and theirs is None:
             return None
-        if ":" in f"{given}{answer}" and (ratios := _same_ratio(given, answer)) is not None:
+        if ":" in f"{response}{answer}" and (ratios := _same_ratio(response, answer)) is not None:
             return ratios
         if ours is None or theirs is None:  # 5, 6 is not 5
-            return False if ours and not ours[0] and UNION not in given else None
-        (brackets, between, these), (wanted, separators, those) = ours, theirs
+            return False if ours and not ours[0] and UNION not in response else None
+        (brackets, between, these), (their_brackets, separators, those) = ours, theirs
         if len(these) != len(those) or between != separators:
-            return None if UNION in given + answer else False
-        if brackets != wanted and not (set(separators) == {","} and {brackets, wanted} == {"", "()"}):
+            return None if UNION in response + answer else False
+        if brackets != their_brackets and not (set(separators) == {","} and {brackets, their_brackets} == {"", "()"}):
             return False
-        if brackets != wanted and any(text.startswith(("{", r"\{")) for text in (given, answer)):
+        if brackets != their_brackets and any(text.startswith(("{", r"\{")) for text in (response, answer)):
             return False  # a set is not a point
-        if wanted or ":" in separators:
+        if their_brackets or ":" in separators:
             return all(self.equal(one, other, depth + 1) for one, other in zip(these, those, strict=True))
         left = list(those)
         rest = [one for one in these if not _taken(one, left)]
@@ -219,34 +219,38 @@ class _Comparison:
             left.remove(match)
         return True
 
-    def _formulas(self, given: str, answer: str, found: Number | None, wanted: Number | None) -> bool:
+    def _formulas(self, response: str, answer: str, number: Number | None, expected: Number | None) -> bool:
         """Return whether what is neither a list nor an equation nor two numbers is equal."""
-        ours, theirs = based(given), based(answer)
+        ours, theirs = based(response), based(answer)
         if theirs:
-            return ours == theirs or as_text(given) == theirs[0]
+            return ours == theirs or as_text(response) == theirs[0]
         if ours:  # 12_8 is not 12
-            return ours[1] == 10 and wanted is not None and is_same(Number(Fraction(int(ours[0])), Fraction(0)), wanted)
-        if PERCENT.search(given) or PERCENT.search(answer):
-            return self._percentages(given, answer)
-        return self._ask(given, answer)
+            return (
+                ours[1] == 10
+                and expected is not None
+                and is_same(Number(Fraction(int(ours[0])), Fraction(0)), expected)
+            )
+        if PERCENT.search(response) or PERCENT.search(answer):
+            return self._percentages(response, answer)
+        return self._ask(response, answer)
 
-    def _percentages(self, given: str, answer: str) -> bool:
+    def _percentages(self, response: str, answer: str) -> bool:
         """Return whether they are equal: a percentage is so many hundredths, unless the answer is one as well."""
-        rest, theirs = PERCENT_AT_END.sub("", given), PERCENT_AT_END.sub("", answer)
+        rest, theirs = PERCENT_AT_END.sub("", response), PERCENT_AT_END.sub("", answer)
         if PERCENT.search(rest) or PERCENT.search(theirs) or not rest or not theirs:
             return False
-        if rest == given:
-            return self._ask(given, theirs) or self._ask(given, rf"\frac{{{theirs}}}{{100}}")
+        if rest == response:
+            return self._ask(response, theirs) or self._ask(response, rf"\frac{{{theirs}}}{{100}}")
         return self._ask(rest, theirs) if theirs != answer else self._ask(rf"\frac{{{rest}}}{{100}}", answer)
 
-    def _ask(self, given: str, answer: str) -> bool:
+    def _ask(self, response: str, answer: str) -> bool:
         """Return what math-verify says of two formulas, where it is not too generous: it takes 1 2 for 3."""
-        if any(BARE_WORD.search(text) or SUBSCRIPT.search(text) for text in (given, answer)):
+        if any(BARE_WORD.search(text) or SUBSCRIPT.search(text) for text in (response, answer)):
             return False
-        if given.count("'") != answer.count("'"):
+        if response.count("'") != answer.count("'"):
             return False
-        given, answer = for_math_verify(given), for_math_verify(answer)
-        return not re.search("[0-9] [0-9]", given) and self.same(given, answer)
+        response, answer = for_math_verify(response), for_math_verify(answer)
+        return not re.search("[0-9] [0-9]", response) and self.same(response, answer)
 
 
 class _Measured(NamedTuple):
@@ -327,10 +331,10 @@ def _listed(text: str) -> tuple[str, str, list[str]] | None:
     r"""Return the parts of a list, point, interval, union or matrix; 1\pm\sqrt2 is a list of two."""
     if ONE_NUMBER.fullmatch(text) and not re.search(r" (?:and|or) |^\\?[(\[{]", text):
         return None
-    found = parts(text)
-    brackets, separators, several = found or ("", "", [text])
+    pieces = parts(text)
+    brackets, separators, several = pieces or ("", "", [text])
     if PLUS_MINUS.search(text) is None or brackets or set(separators) > {","}:
-        return found
+        return pieces
     both = [[PLUS_MINUS.sub(sign, part) for sign in ("+-" if PLUS_MINUS.search(part) else " ")] for part in several]
     expanded = [part for signs in both for part in signs]
     return brackets, "," * (len(expanded) - 1), expanded
@@ -344,10 +348,10 @@ def _taken(part: str, left: list[str]) -> bool:
     return there is not None
 
 
-def _same_ratio(given: str, answer: str) -> bool | None:
+def _same_ratio(response: str, answer: str) -> bool | None:
     """Return whether 6:8 is 3:4, or 3/4 is 3:4; None where one is neither such a ratio nor a number."""
     ratios, others = [], []
-    for text in (given, answer):
+    for text in (response, answer):
         match, whole = RATIO.fullmatch(text), parse_number(text)
         sides = [parse_number(side.strip()) for side in match.groups()] if match else []
         if all(sides) and sides and sides[1] and sides[1].value:
@@ -361,12 +365,12 @@ def _same_ratio(given: str, answer: str) -> bool | None:
 
 def based(text: str) -> tuple[str, int] | None:
     """Return the digits and the base of a number such as 52_8 or 52 in base eight; None of any other text."""
-    found = BASED.fullmatch(as_text(text).replace(" ", ""))
-    if found is None or not found["base"].isdecimal():
+    match = BASED.fullmatch(as_text(text).replace(" ", ""))
+    if match is None or not match["base"].isdecimal():
         return None
-    base = int(found["base"])
-    is_one = 2 <= base <= 36 and all(int(digit, 36) < base for digit in found["digits"])
-    return (found["digits"], base) if is_one else None
+    base = int(match["base"])
+    is_one = 2 <= base <= 36 and all(int(digit, 36) < base for digit in match["digits"])
+    return (match["digits"], base) if is_one else None
 
 
 def parts(text: str) -> tuple[str, str, list[str]] | None:
@@ -374,19 +378,19 @@ def parts(text: str) -> tuple[str, str, list[str]] | None:
     text, brackets = text.replace(r"\{", "{").replace(r"\}", "}").strip(), ""
     if text and text[0] in f"([{{{OPEN_MATRIX}" and closes(text) == len(text) - 1:
         brackets, text = (text[0] + text[-1]).strip("{}"), text[1:-1]
-    separators, found, start, depth = "", [], 0, 0
+    separators, pieces, start, depth = "", [], 0, 0
     for match in BETWEEN.finditer(text):
         if match["open"] or match["close"]:
             depth += 1 if match["open"] else -1
         elif depth == 0:
             separators += "," if match[0].strip(",; ") in ("", "and", "or") else match[0].strip()
-            found.append(text[start : match.start()].strip())
+            pieces.append(text[start : match.start()].strip())
             start = match.end()
-    return (brackets, separators, [*found, text[start:].strip()]) if found else None
+    return (brackets, separators, [*pieces, text[start:].strip()]) if pieces else None
 
 
 def names_variable(side: str, answer: str = "") -> bool:
-    r"""Return whether a side of an equation names what is asked for: x, f(2), a+b; not 2x, -x, x^2, 13 or x.
+    r"""Return whether a side of an equation names the unknown: x, f(2), a+b; not 2x, -x, x^2, 13 or x.
 
     Of an answer with letters it is one name that the answer does not have.
     """

@@ -64,11 +64,11 @@ def last_number(text: str) -> str | None:
     matches = list(NUMBER.finditer(text))
     if not matches:
         return None
-    found = matches[-1]
-    number = re.sub(SEPARATOR, "", found["number"]) + (found["power"] or "")
+    last = matches[-1]
+    number = re.sub(SEPARATOR, "", last["number"]) + (last["power"] or "")
     number = f"0{number}" if number.startswith(".") else number
-    signs = found["before"] + found["after"]
-    is_operand = TAKEN_FROM.search(text[max(0, found.start() - LOOK_BACK) : found.start()]) is not None
+    signs = last["before"] + last["after"]
+    is_operand = TAKEN_FROM.search(text[max(0, last.start() - LOOK_BACK) : last.start()]) is not None
     return f"-{number}" if signs.endswith("-") and (len(signs) == 2 or not is_operand) else number
 
 
@@ -103,18 +103,18 @@ class MathJudge:
 
     def correct(self, text: str, answer: str) -> bool:
         """Return whether the text's last box holds this answer."""
-        given = last_boxed(text)
-        return given is not None and self.equal(given, answer)
+        response = last_boxed(text)
+        return response is not None and self.equal(response, answer)
 
-    def equal(self, given: str, answer: str) -> bool:
+    def equal(self, response: str, answer: str) -> bool:
         """Return whether an expression equals the answer."""
-        if WHOLE_NUMBER.fullmatch(given) and WHOLE_NUMBER.fullmatch(answer):
-            return int(given) == int(answer)  # most answers are: no need to look closer
+        if WHOLE_NUMBER.fullmatch(response) and WHOLE_NUMBER.fullmatch(answer):
+            return int(response) == int(answer)  # most answers are: no need to look closer
         self._left = self.seconds
-        return math_answers.equal(given, answer, self._ask)
+        return math_answers.equal(response, answer, self._ask)
 
     def correct_many(self, pairs: Iterable[tuple[str, str]]) -> list[bool]:
-        """`correct` for each (text, answer); one that hangs costs its 2 s and no other its verdict."""
+        """Return `correct` for each (text, answer); one that hangs takes 2 s and does not change the other results."""
         return [self.correct(text, answer) for text, answer in pairs]
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class MathJudge:
             self.close()
             raise NoJudge(
                 "math-verify, which judges answers, does not start. `python -c 'import math_verify'` says why; "
-                "`pip install -r requirements.txt` installs it."
+                "`pip install .` in this project's folder installs it."
             )
 
     def close(self) -> None:
@@ -136,8 +136,8 @@ class MathJudge:
             self._worker.communicate()
             self._worker = None
 
-    def _ask(self, given: str, answer: str) -> bool:
-        """math-verify's word on two formulas, within what is left of the answer's time."""
+    def _ask(self, response: str, answer: str) -> bool:
+        """Return whether math-verify accepts a formula, within the time that is left for the answer."""
         if self._left <= 0:
             return False
         if self._worker is not None and self._worker.poll() is not None:
@@ -146,7 +146,7 @@ class MathJudge:
             self.start()
         assert self._worker is not None and self._worker.stdin is not None
         began = time.monotonic()
-        self._worker.stdin.write(json.dumps([given, answer]).encode() + b"\n")
+        self._worker.stdin.write(json.dumps([response, answer]).encode() + b"\n")
         self._worker.stdin.flush()
         verdict = self._line(self._left)
         self._left -= time.monotonic() - began
@@ -157,7 +157,7 @@ class MathJudge:
         return verdict == "true"
 
     def _line(self, seconds: float) -> str | None:
-        """Return the worker's next line; None when it said nothing in time or died."""
+        """Return the worker's next line; None when it was too late or died."""
         assert self._worker is not None and self._worker.stdout is not None
         ready, _, _ = select.select([self._worker.stdout], [], [], seconds)
         line = self._worker.stdout.readline() if ready else b""

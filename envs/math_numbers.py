@@ -106,29 +106,31 @@ def _without_brackets(text: str) -> str:
 def _unit(match: re.Match[str], behind: str) -> str | None:
     """Return the one unit of a number, before or behind it; None where there are two, or no unit of the list."""
     before = match["before"] or match["after"]
-    found = ["%"] if match["percent"] else []
-    found += [unit_of(before.removeprefix("US").strip() if before.endswith("$") else before)] if before else []
-    found += [unit_of(behind)] if behind else []
-    return (found[0] if found else "") if all(found) and len(set(found)) <= 1 else None
+    units = ["%"] if match["percent"] else []
+    units += [unit_of(before.removeprefix("US").strip() if before.endswith("$") else before)] if before else []
+    units += [unit_of(behind)] if behind else []
+    return (units[0] if units else "") if all(units) and len(set(units)) <= 1 else None
 
 
-def is_near(found: Number, wanted: Number) -> bool:
+def is_near(number: Number, expected: Number) -> bool:
     """Return whether two numbers are equal, or one is the other rounded to six places and six digits or more."""
-    scale = Fraction(1, 100) if found.percent and not wanted.percent else Fraction(1)
-    if wanted.percent and not found.percent and found.value != wanted.value:
+    scale = Fraction(1, 100) if number.percent and not expected.percent else Fraction(1)
+    if expected.percent and not number.percent and number.value != expected.value:
         scale = Fraction(100)
-    difference, step = abs(found.value * scale - wanted.value), max(found.step * scale, wanted.step)
-    error = found.error * scale + wanted.error
+    difference, step = abs(number.value * scale - expected.value), max(number.step * scale, expected.step)
+    error = number.error * scale + expected.error
     return difference <= error or (
-        difference <= step / 2 + error and step <= min(abs(wanted.value) / 10**5, Fraction(1, 10**6))
+        difference <= step / 2 + error and step <= min(abs(expected.value) / 10**5, Fraction(1, 10**6))
     )
 
 
-def is_same(found: Number, wanted: Number) -> bool:
+def is_same(number: Number, expected: Number) -> bool:
     """Return whether two numbers are near, or differ by no more than the noise of floating point."""
-    noisy = found.step or wanted.step
-    return is_near(found, wanted) or bool(
-        noisy and found.percent == wanted.percent and abs(found.value - wanted.value) <= abs(wanted.value) * NOISE
+    noisy = number.step or expected.step
+    return is_near(number, expected) or bool(
+        noisy
+        and number.percent == expected.percent
+        and abs(number.value - expected.value) <= abs(expected.value) * NOISE
     )
 
 

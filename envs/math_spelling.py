@@ -119,11 +119,11 @@ def for_math_verify(text: str) -> str:
     text = FUNCTION.sub(r"\\\g<0>", MIXED.sub(r"\1\\frac{\2}{\3}", text))
     text = IMAGINARY.sub("{i}", text).replace("°", r"^{\circ}").replace("%", r"\%")
     pieces = ROOT.split(text, maxsplit=MOST_ROOTS)
-    found = pieces[0]
+    result = pieces[0]
     for inside, rest in zip(pieces[1::2], pieces[2::2], strict=True):
         end = 0 if inside else closes(rest)
-        found += rf"\sqrt{{{inside or rest[1:end]}}}" + (rest if inside else rest[end + 1 :]) if end >= 0 else rest
-    return found
+        result += rf"\sqrt{{{inside or rest[1:end]}}}" + (rest if inside else rest[end + 1 :]) if end >= 0 else rest
+    return result
 
 
 def closes(text: str) -> int:

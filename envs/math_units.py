@@ -30,22 +30,22 @@ WORD = re.compile(r"\^ ?\{? ?[23] ?\}?|[A-Za-z]+|°[CF]?|\S")
 @lru_cache(maxsize=1 << 12)
 def unit_of(text: str) -> str:
     """Return the unit that is all of a text, in one spelling of it; nothing where it is not in the list."""
-    found, power, unit_next = "", 0, True
+    result, power, unit_next = "", 0, True
     for word in WORD.findall(text.replace(".", " ")):
         word = re.sub("[ {}]", "", word)
-        if word in ("/", "per") and found and not unit_next:
-            found, unit_next = f"{found}/", True
+        if word in ("/", "per") and result and not unit_next:
+            result, unit_next = f"{result}/", True
         elif word in BEFORE and unit_next and not power:
             power = BEFORE[word]
-        elif word in AFTER and not unit_next and found[-1] not in "23":
-            found = f"{found}^{AFTER[word]}"
+        elif word in AFTER and not unit_next and result[-1] not in "23":
+            result = f"{result}^{AFTER[word]}"
         else:
             lower = word.casefold() if len(word) > 1 and word.isalpha() else word
             unit = UNITS.get(lower) or PLURALS.get(lower)
             if unit is None or not unit_next:
                 return ""
-            found, power, unit_next = found + unit + (f"^{power}" if power else ""), 0, False
-    return "" if unit_next else found
+            result, power, unit_next = result + unit + (f"^{power}" if power else ""), 0, False
+    return "" if unit_next else result
 
 
 @lru_cache(maxsize=1 << 12)

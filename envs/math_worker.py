@@ -37,22 +37,22 @@ def serve() -> None:
     def read(text: str) -> Any:
         return parse(rf"\boxed{{{text}}}", [formula], parsing_timeout=0)
 
-    def same(given: str, answer: str) -> bool:
-        found, wanted = read(given), read(answer)
-        return verify(wanted, found, timeout_seconds=None) and is_near(found, wanted)
+    def same(response: str, answer: str) -> bool:
+        values, expected = read(response), read(answer)
+        return verify(expected, values, timeout_seconds=None) and is_near(values, expected)
 
     print("ready", flush=True)
     for line in sys.stdin:
         print("true" if same(*json.loads(line)) else "false", flush=True)
 
 
-def is_near(found: list[Any], wanted: list[Any]) -> bool:
+def is_near(response: list[Any], expected: list[Any]) -> bool:
     """Return whether two formulas agree in their leading digits: math-verify takes 1e-7 and 2e-7 for equal.
 
     Variables get values. What has no numeric value, such as a set or an equation, is left to math-verify.
     """
-    one: Any = found[0] if found else None
-    other: Any = wanted[0] if wanted else None
+    one: Any = response[0] if response else None
+    other: Any = expected[0] if expected else None
     try:
         names = sorted({str(symbol) for symbol in one.free_symbols | other.free_symbols})
         values = {name: Fraction(7 + 4 * number, 5 + number) for number, name in enumerate(names)}

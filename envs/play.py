@@ -58,10 +58,10 @@ def converse(episode: Episode, rewards: list[float]) -> None:
     for message in episode.messages:
         print_as(message["role"], message["content"])
     while not episode.done:
-        said = response(episode.protocol)
+        text = response(episode.protocol)
         if not sys.stdin.isatty():
-            print(said)
-        turn = episode.step(said)
+            print(text)
+        turn = episode.step(text)
         rewards.append(turn.reward + turn.penalty)
         print(f"[{print_turn(turn)}]")
         if turn.user is not None:

@@ -1,8 +1,8 @@
 """What must an environment leave as it found it?  The working directory and torch's settings, which all code shares.
 
-A model would be trained in another precision, on other threads or without gradients, and files be looked for in another
-folder, with messages that name neither the environment nor the reason. So what an environment has changed is put back,
-and said once.
+Otherwise a model would be trained in another precision, on other threads or without gradients, and files would be read
+from another folder, with messages that name neither the environment nor the reason. So each change is undone, and
+reported once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-_said: set[tuple[str, str]] = set()
+_reported: set[tuple[str, str]] = set()
 
 
 class ProcessState(NamedTuple):
@@ -57,8 +57,8 @@ class ProcessState(NamedTuple):
             changed["torch's number of threads"] = f"to {now.threads}"
             torch.set_num_threads(self.threads)
         for what, how in changed.items():
-            if (who, what) not in _said:
-                _said.add((who, what))
+            if (who, what) not in _reported:
+                _reported.add((who, what))
                 print(
                     f"{who} changed {what} {how}, for all of this process. It was put back and will be each time:"
                     " an environment must leave it as it is.",
@@ -68,7 +68,7 @@ class ProcessState(NamedTuple):
 
 @contextmanager
 def keep_process_state(who: str) -> Iterator[None]:
-    """Whatever runs in here, an environment's code, the process is afterwards as it was before."""
+    """Run an environment's code, then put the process's state back as it was before."""
     before = ProcessState.now()
     try:
         yield

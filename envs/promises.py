@@ -71,12 +71,12 @@ class Subject:
 
     @cached_property
     def levels(self) -> dict[str, list[Any]]:
-        """`LEVELS` levels of each split."""
+        """Return `LEVELS` levels of each split."""
         return {split: [self.at(seed, split).level for seed in range(LEVELS)] for split in SPLITS}
 
     @cached_property
     def distinct(self) -> dict[str, int]:
-        """How many of them are different ones."""
+        """Return how many levels of each split are different."""
         env = self.make()
         return {split: len({env.key_of(level) for level in levels}) for split, levels in self.levels.items()}
 
@@ -113,7 +113,7 @@ def broken_promises(subject: Subject) -> list[str]:
 
 
 def already(sentences: Iterable[str], cause: str) -> bool:
-    """Return whether the same error at the same place was told before, whatever was checked then."""
+    """Return whether the same error at the same place was reported before, by any check."""
     return any(sentence.startswith(cause[:-1]) for sentence in sentences)
 
 
@@ -142,8 +142,8 @@ def gymnasiums_api(subject: Subject) -> Iterator[str]:
     for warning in caught:
         if issubclass(warning.category, ResourceWarning):  # of any object that is collected meanwhile
             continue
-        told = re.sub(r"\x1b\[\d+m|WARN: ", "", str(warning.message))  # gymnasium's colours
-        yield f"gymnasium's check_env warns: {told}"
+        message = re.sub(r"\x1b\[\d+m|WARN: ", "", str(warning.message))  # gymnasium's colours
+        yield f"gymnasium's check_env warns: {message}"
     if "ansi" not in subject.make().metadata["render_modes"]:
         yield 'metadata["render_modes"] lacks "ansi", which every environment has.'
 
@@ -165,8 +165,8 @@ def disjoint_splits(subject: Subject) -> Iterator[str]:
     """No level is in two splits."""
     env = subject.make()
     homes = {split: {env.split_of(level) for level in levels} for split, levels in subject.levels.items()}
-    for split, found in homes.items():
-        if others := sorted(str(home) for home in found - {split, None}):
+    for split, of_levels in homes.items():
+        if others := sorted(str(home) for home in of_levels - {split, None}):
             yield f"the split {split} gave levels of {', '.join(others)}."
     for one, other in itertools.combinations(SPLITS, 2):
         if None in homes[one] | homes[other]:
@@ -202,13 +202,13 @@ def pure_resets(subject: Subject) -> Iterator[str]:
 
 def _walk(env: TextEnv, players: list[str], seed: int, turns: int = 6) -> list[Any]:
     """Return what a few actions lead to."""
-    rng, found = np.random.default_rng(seed), []
+    rng, steps = np.random.default_rng(seed), []
     for _ in range(turns):
         observation, reward, over, cut, info = env.step(some_action(env, players, rng))
-        found.append((observation, float(reward), bool(over), bool(cut), bool(info["success"])))
+        steps.append((observation, float(reward), bool(over), bool(cut), bool(info["success"])))
         if over or cut:
             break
-    return found
+    return steps
 
 
 def some_action(env: TextEnv, players: list[str], rng: np.random.Generator) -> str:
@@ -293,23 +293,23 @@ def play_in_the_protocol(subject: Subject) -> Iterator[str]:
 def scripted_policies(subject: Subject) -> Iterator[str]:
     """The expert and the players play what can be played, and asking them changes nothing."""
     for seed in range(SAMPLE):
-        asked, alone = subject.at(seed), subject.at(seed)
+        queried, alone = subject.at(seed), subject.at(seed)
         rng = np.random.default_rng(seed)
         for _ in range(4):
-            names = player_names(asked)
+            names = player_names(queried)
             if names != subject.players:
                 yield f"players() names {names} in one state and {subject.players} in another."
                 return
             for name in names:
-                action = next_action(asked, name)
-                if asked.actions is not None and action not in asked.actions:
+                action = next_action(queried, name)
+                if queried.actions is not None and action not in queried.actions:
                     yield f"{name} plays {action!r}, which is not in the list of actions."
                 elif not isinstance(action, str) or not action.strip() or "</answer>" in action:
                     yield f"{name} plays {action!r}, which is not a text that can stand in an answer."
-            asked.thought()
-            _state(asked)
+            queried.thought()
+            _state(queried)
             action = some_action(alone, [], rng)
-            results = [each.step(action)[:4] for each in (asked, alone)]
+            results = [each.step(action)[:4] for each in (queried, alone)]
             if results[0] != results[1]:
                 yield "asking for players, cues or the state key changed what came next: they must change nothing."
             if results[1][2] or results[1][3]:
@@ -367,11 +367,11 @@ def claimed_optimum(subject: Subject) -> Iterator[str]:
             wins = sum(
                 play_scripted(subject.make(), player, limit, seed, subject.split).success for seed in range(episodes)
             )
-            told = f"{wins} of {episodes} levels in {limit.max_turns} turns; optimal_success adds up to {expected:.1f}"
+            text = f"{wins} of {episodes} levels in {limit.max_turns} turns; optimal_success adds up to {expected:.1f}"
             if wins > expected + noise:
-                yield f"{player} wins {told}: the claimed optimum is too low."
+                yield f"{player} wins {text}: the claimed optimum is too low."
             elif player == "expert" and wins < expected - noise and (certain or limit.max_turns == LONG):
-                yield f"the expert wins {told}: either it does not play its best, or the optimum is too high."
+                yield f"the expert wins {text}: either it does not play its best, or the optimum is too high."
 
 
 def hostile_text(subject: Subject) -> Iterator[str]:
@@ -382,9 +382,9 @@ def hostile_text(subject: Subject) -> Iterator[str]:
             done = _elsewhere(subject, "--hostile", str(marker), timeout=PATIENCE)
             events, ended = done.stdout, f"ended its process with exit code {done.returncode}"
         except subprocess.TimeoutExpired as late:
-            said = late.stdout or b""
+            output = late.stdout or b""
             events, ended = (
-                said.decode() if isinstance(said, bytes) else said,
+                output.decode() if isinstance(output, bytes) else output,
                 f"was not read within {PATIENCE} seconds",
             )
         last = "the first"
@@ -409,7 +409,7 @@ def same_in_every_process(subject: Subject) -> Iterator[str]:
 
 
 def _elsewhere(subject: Subject, *flags: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """`posttrain env check` with one of its hidden flags, in another process."""
+    """Run `posttrain env check` with one of its hidden flags in another process."""
     root = str(Path(__file__).parents[1])
     options = [f"{key}={json.dumps(value)}" for key, value in subject.options.items()]
     turns = str(subject.protocol.max_turns)

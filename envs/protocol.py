@@ -80,12 +80,12 @@ class Protocol:
         return cls(max_turns=turns, max_actions=most if max_actions is None else max_actions, **others)
 
     def read(self, text: str, listed: Sequence[str] | None) -> Parsed:
-        """Return what a response asks for, as `parser` says, or `parse` where there is none."""
+        """Return the actions of a response, by `parser` or else by `parse`."""
         return (by_path(self.parser) if self.parser else parse)(text, self, listed)
 
     @property
     def opening(self) -> str:
-        """The forced beginning of a response, the first tag of the answer format; empty where none is forced."""
+        """Return the forced beginning of a response, the first tag of the answer format; "" where none is forced."""
         return ("<think>" if self.think else "<answer>") if self.force_think else ""
 
 

@@ -1,4 +1,4 @@
-"""Can the model turn a small cube back?  The 2x2x2 Rubik's cube, told by the stickers of its faces.
+"""Can the model turn a small cube back?  The 2x2x2 Rubik's cube, described by the stickers of its faces.
 
 A level is a cube as 24 letters, face after face, and whether its kind is held out. Two cubes that differ by turning the
 whole cube in the hand are the same puzzle. All 3,674,160 puzzles are in one table of exact distances, which is
@@ -169,7 +169,7 @@ class RubiksCube(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def cues(self) -> dict[str, tuple[str, ...]]:
-        """`pairs`: the moves after which the most neighbours on a face have the same colour."""
+        """Return `pairs`: the moves after which the most neighbours on a face have the same colour."""
         counts = {move: pairs(after(self.cube, move)) for move in MOVES}
         most = max(counts.values())
         return {"pairs": tuple(move for move, count in counts.items() if count == most)}
@@ -234,12 +234,12 @@ class RubiksCube(TextEnv):
 @cache
 def stickers() -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     """Return where each of the 24 stickers is and where it faces, in the order of a cube's letters."""
-    found = []
+    places = []
     for _, _, outward, down, right in FACES:
         for row, column in itertools.product((-1, 1), repeat=2):
             place = tuple(o + row * d + column * r for o, d, r in zip(outward, down, right, strict=True))
-            found.append((place, outward))
-    return tuple(found)
+            places.append((place, outward))
+    return tuple(places)
 
 
 def _clockwise(vector: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...]:
@@ -250,7 +250,7 @@ def _clockwise(vector: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...
 
 
 def _turning(axis: tuple[int, ...], whole: bool) -> Order:
-    """For each sticker of the turned cube, which one comes there when a face, or the whole cube, is turned."""
+    """Return for each sticker of the turned cube which one moves there when a face, or the whole cube, is turned."""
     places = stickers()
     order = list(range(len(places)))
     for i, (place, outward) in enumerate(places):
@@ -266,21 +266,21 @@ def turned(cube: str, order: Order) -> str:
 @cache
 def orders() -> dict[str, Order]:
     """Return what each move does to the stickers."""
-    found = {}
+    by_move = {}
     for name, _, axis, *_ in FACES:
-        once = found[name[0]] = _turning(axis, whole=False)
-        found[f"{name[0]}'"] = tuple(once.index(i) for i in range(len(once)))
-    return found
+        once = by_move[name[0]] = _turning(axis, whole=False)
+        by_move[f"{name[0]}'"] = tuple(once.index(i) for i in range(len(once)))
+    return by_move
 
 
 @cache
 def rotations() -> tuple[Order, ...]:
     """Return the 24 ways to hold a cube, as it is first."""
     turns = [_turning(FACES[i][2], whole=True) for i in (0, 1)]
-    found = [tuple(range(24))]
-    for order in found:  # grows while it is read
-        found += [new for turn in turns if (new := itemgetter(*turn)(order)) not in found]
-    return tuple(found)
+    known_orders = [tuple(range(24))]
+    for order in known_orders:  # grows while it is read
+        known_orders += [new for turn in turns if (new := itemgetter(*turn)(order)) not in known_orders]
+    return tuple(known_orders)
 
 
 def after(cube: str, move: str) -> str:
@@ -306,15 +306,15 @@ def pairs(cube: str) -> int:
 def corners() -> tuple[tuple[int, int, int], ...]:
     """Return the stickers of each corner, that on Up or Down first, then clockwise; the corner down left back last."""
     places = sorted({place for place, _ in stickers()}, key=lambda place: (place == (-1, -1, -1), place))
-    found = []
+    stickers_of = []
     for place in places:
         first, *others = [i for i, (there, _) in enumerate(stickers()) if there == place]
         first, *others = sorted((first, *others), key=lambda i: stickers()[i][1][1] == 0)
         a, b, c = (stickers()[i][1] for i in (first, *others))
         cross = [a[i - 2] * b[i - 1] - a[i - 1] * b[i - 2] for i in range(3)]
         clockwise = sum(x * y for x, y in zip(cross, c, strict=True)) < 0
-        found.append((first, *(others if clockwise else reversed(others))))
-    return tuple(found)
+        stickers_of.append((first, *(others if clockwise else reversed(others))))
+    return tuple(stickers_of)
 
 
 @cache
@@ -328,8 +328,8 @@ def upright(cube: str) -> str:
     """Return the cube held with the corner of its down, left and back colours in place."""
     last = corners()[-1]
     home = "".join(SOLVED[i] for i in last)
-    (found,) = {turned(cube, order) for order in rotations() if "".join(cube[order[i]] for i in last) == home}
-    return found
+    (held,) = {turned(cube, order) for order in rotations() if "".join(cube[order[i]] for i in last) == home}
+    return held
 
 
 def _read(cube: str) -> tuple[Order, Order]:

@@ -1,4 +1,4 @@
-"""How is a server asked that is not trusted?  One request with a deadline and a bound on the reply.
+"""How does a request to an untrusted server stay safe?  One request with a deadline and a bound on the reply.
 
 There are no proxies and no redirects: what is sent, a key included, goes to the address that was given or nowhere.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 MOST_BYTES = 4 << 20  # of a reply
-LONGEST_WAIT = 3600.0  # seconds that may be asked for
+LONGEST_WAIT = 3600.0  # the longest timeout in seconds
 FAILURES = (OSError, http.client.HTTPException, ValueError, RecursionError)  # what `ask` and `post_json` raise
 
 

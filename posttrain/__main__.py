@@ -45,7 +45,7 @@ HELP = ("-h", "--help", "help")
 
 
 def main() -> None:
-    """Run the command that the arguments name; exit code 2 where there is none of this name, 130 after Ctrl-C."""
+    """Run the command that the arguments name; exit code 2 for an unknown name, 130 after Ctrl-C."""
     words = sys.argv[1:]
     if not words or words[0] in HELP:
         print(f"usage: posttrain COMMAND ...\n\n{__doc__}\ncommands:")

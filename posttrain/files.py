@@ -39,7 +39,11 @@ _NO_MEMORY = re.compile(
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of JSON text. ValueError: it is not JSON, nested too deep, or a number has too many digits."""
+    """Return the value of JSON text.
+
+    Raises:
+        ValueError: it is not JSON, nested too deep, or a number has too many digits.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -47,7 +51,15 @@ def parse_json(text: str) -> Any:
 
 
 def read_text(file: Path, remedy: str) -> str:
-    """Return the contents of a UTF-8 file; `remedy` is the sentence that says what to do where it cannot be read."""
+    """Return the contents of a UTF-8 file.
+
+    Args:
+        file: path of the file.
+        remedy: sentence for the error message that says what to do.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     try:
         return Path(file).read_text(encoding="utf-8")
     except OSError as error:
@@ -59,7 +71,15 @@ def read_text(file: Path, remedy: str) -> str:
 
 
 def read_json(file: Path, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file."""
+    """Return the object in a JSON file.
+
+    Args:
+        file: path of the file.
+        remedy: sentence for the error message that says what to do.
+
+    Raises:
+        UserError: the file cannot be read, or does not hold an object.
+    """
     try:
         value = parse_json(read_text(file, remedy))
     except ValueError as error:
@@ -70,10 +90,17 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_json_lines(file: Path, remedy: str, appended: bool = True) -> list[dict[str, Any]]:
-    """Return the objects of a JSON Lines file, to which a run appends unless `appended` is False.
+    """Return the objects of a JSON Lines file.
 
-    What a kill or a power failure leaves at its end, a torn row or zero bytes, is left out; a damaged row with whole
-    ones after it is an error. A last row without a line end counts as torn where a run may append to it.
+    A torn row or zero bytes at the end, as a kill or a power failure leaves them, are skipped.
+
+    Args:
+        file: path of the file.
+        remedy: sentence for the error message that says what to do.
+        appended: a run appends to the file, so a last row without a line end is torn.
+
+    Raises:
+        UserError: the file cannot be read, or a row is damaged that has whole rows after it.
     """
     try:
         lines = Path(file).read_bytes().split(b"\n")
@@ -99,7 +126,12 @@ def read_json_lines(file: Path, remedy: str, appended: bool = True) -> list[dict
 
 
 def write_whole(file: Path, lines: Iterable[str]) -> None:
-    """Write a text file; if that fails, or is cut off, the file is as it was before. Lines bring their own ends."""
+    """Write a text file whole or not at all: after a failure the file is as it was before.
+
+    Args:
+        file: path of the file.
+        lines: with their line ends.
+    """
     partial = file.with_name(f"{file.name}.partial")
     with partial.open("w", encoding="utf-8") as out:
         out.writelines(lines)
@@ -107,7 +139,7 @@ def write_whole(file: Path, lines: Iterable[str]) -> None:
 
 
 def failed_write(error: BaseException) -> str | None:
-    """Return what to tell the user when a write failed for lack of space or permission; None for any other error.
+    """Return a message for the user when a write failed for lack of space or permission; None for any other error.
 
     Libraries may have raised errors of their own from the system's error.
     """
@@ -193,7 +225,12 @@ def keep_standard_streams() -> None:
 
 
 def must_be_readable(file: Path | str, what: str) -> None:
-    """Raise UserError where this user may not read a file; `what` begins the sentence."""
+    """Raise UserError where this user may not read a file.
+
+    Args:
+        file: path of the file.
+        what: subject of the message's first sentence.
+    """
     try:
         with Path(file).open("rb"):
             pass
@@ -214,7 +251,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def lost(error: BaseException) -> str | None:
-    """Return what to tell the user where this process cannot reach another one any more; None for any other error."""
+    """Return a message for the user when this process cannot reach another one any more; None for any other error."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     kinds = {each.__name__ for each in type(error).__mro__}
     unreachable = kinds & {"DistBackendError", "DistNetworkError", "DistStoreError"} or "gloo/transport" in str(error)

@@ -21,7 +21,12 @@ def _ngrams(ids: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
 
 
 def seq_rep_n(ids: Sequence[int], n: int = 4) -> float:
-    """Return 1 - distinct n-grams / all n-grams (Welleck et al., arXiv 1908.04319, eq. 11); 0 without n-grams."""
+    """Return 1 - distinct n-grams / all n-grams (Welleck et al., arXiv 1908.04319, eq. 11); 0 without n-grams.
+
+    Args:
+        ids: token ids of one text, without the stop token.
+        n: length of the n-grams in tokens.
+    """
     ngrams = _ngrams(ids, n)
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
@@ -29,7 +34,14 @@ def seq_rep_n(ids: Sequence[int], n: int = 4) -> float:
 def distinct_n(texts: Iterable[Sequence[int]], n: int) -> float:
     """Return distinct n-grams of all texts together / their tokens (Li et al., arXiv 1510.03055, section 5.4).
 
-    It falls as texts are added, so compare it only between equally many of them; 0 without tokens.
+    It falls as texts are added, so compare it only between equal numbers of texts.
+
+    Args:
+        texts: token ids of each text.
+        n: length of the n-grams in tokens.
+
+    Returns:
+        A share; 0 without tokens.
     """
     texts = list(texts)
     tokens = sum(map(len, texts))
@@ -53,9 +65,14 @@ def longest_repeat(ids: Sequence[int]) -> int:
 def at_equal_length(
     left: Sequence[Sequence[int]], right: Sequence[Sequence[int]], limit: int | None = None
 ) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-    """Return both lists with each pair cut to the shorter of the two (and to `limit` tokens).
+    """Return both lists with each pair cut to the shorter of the two.
 
-    Longer texts always repeat more, so without this cut a model could look better by writing less.
+    Longer texts repeat more, so without this cut a model could look better by writing less.
+
+    Args:
+        left: token ids of each text of one model.
+        right: token ids of the other model's texts on the same prompts.
+        limit: largest number of tokens.
     """
     lengths = [min(len(a), len(b), limit or len(a)) for a, b in zip(left, right, strict=True)]
     return (
@@ -65,10 +82,15 @@ def at_equal_length(
 
 
 def repetition(texts: Sequence[Sequence[int]], finished: Sequence[bool], first: int = 60) -> dict[str, float]:
-    """Return all repetition metrics of texts (ids without the stop token): means over texts, except distinct-n.
+    """Return all repetition metrics of some texts: means over texts, except distinct-n.
 
     {"seq_rep_4": 0.11, "seq_rep_4_first": 0.04, "distinct_1": 0.2, "distinct_2": 0.5, "longest_repeat": 6.1,
-     "never_stops": 0.02, "tokens": 74.3}    `..._first` looks at the first 60 tokens alone.
+     "never_stops": 0.02, "tokens": 74.3}
+
+    Args:
+        texts: token ids of each text, without the stop token.
+        finished: whether each text has a stop token.
+        first: number of tokens for `seq_rep_4_first`.
     """
     assert len(texts) == len(finished) > 0
     return {
@@ -94,7 +116,15 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """Return Wilson's score interval at 95 % for a share (1927), which also holds at 0 % and 100 %."""
+    """Return Wilson's score interval at 95 % for a share (1927), which also holds at 0 % and 100 %.
+
+    Args:
+        successes: number of successes, which may be a fraction.
+        n: number of independent items.
+
+    Returns:
+        The lower and the upper end, shares from 0 to 1.
+    """
     assert 0 <= successes <= n and n > 0
     share, z2 = successes / n, Z_95 * Z_95
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
@@ -140,7 +170,13 @@ def pass_at(k: int, size: int, won: int) -> float:
 
 
 def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> Interval:
-    """Return the mean and its percentile bootstrap interval at 95 %: `rounds` resamples, the same for the same seed."""
+    """Return the mean and its percentile bootstrap interval at 95 %.
+
+    Args:
+        values: of independent items.
+        seed: of the resamples.
+        rounds: number of resamples.
+    """
     sample, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     assert sample.ndim == 1 and len(sample) > 0
     means = [sample[rng.integers(len(sample), size=(100, len(sample)))].mean(1) for _ in range(max(1, rounds // 100))]
@@ -151,10 +187,16 @@ def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> In
 def paired_interval(
     before: Sequence[float], after: Sequence[float], seed: int, rounds: int = 4000, tail: float = 0.025
 ) -> Interval:
-    """Return mean(after) - mean(before), the same item i in both, and an interval that also holds for few items.
+    """Return mean(after) - mean(before) with an interval that also holds for few items.
 
-    It excludes zero only where an exact test at the same level rejects it. tail: the probability outside at each end;
-    a fraction of it where several intervals must hold together. seed, rounds: for means of values other than 0 and 1.
+    It excludes zero only where an exact test at the same level rejects it.
+
+    Args:
+        before: values of the items.
+        after: values of the same items in the same order.
+        seed: of the random signs, which values other than 0 and 1 need.
+        rounds: number of random signs.
+        tail: probability outside at each end; a fraction of it where several intervals must hold together.
     """
     assert len(before) == len(after) > 0
     changes = np.subtract(after, before, dtype=float)
@@ -196,13 +238,17 @@ def _paired_means(changes: np.ndarray, reach: float, seed: int, rounds: int, tai
 
 
 def chance_of_gain(before: Iterable[bool], after: Iterable[bool]) -> float:
-    """Return the chance that two equal policies differ by as many of the same levels, or more, in favour of the second.
+    """Return the chance that of two equal policies the second solves at least as many more of these levels.
 
-    McNemar's exact test with one side: a level that came out otherwise was gained or lost as a fair coin falls. Beyond
-    1,000 of them it is the normal approximation, which has converged by then.
+    McNemar's exact test with one side: a level with a changed result was gained or lost with probability 1/2 each.
+    Beyond 1,000 changed levels it is the normal approximation, which has converged by then.
 
     >>> chance_of_gain([False, False, False, True], [True, True, True, True])
     0.125
+
+    Args:
+        before: whether the first policy solved each level.
+        after: whether the second policy solved the same level.
     """
     changes = [new - old for old, new in zip(before, after, strict=True)]
     up, down = changes.count(1), changes.count(-1)
@@ -217,12 +263,15 @@ def paired_difference(
 ) -> tuple[float, float]:
     """Return the mean over the sets of the mean of after - before, item by item, and its standard error.
 
-    before, after: values by set, of the same items in the same order; sets count alike, whatever their size. Of shares,
-    only items that came out otherwise make an error (McNemar's test without its approximation). A set of one item has
-    no error that could be known, and 0 is taken.
+    Only items that changed contribute to the error of shares (McNemar's test without its approximation). The error of a
+    set with one item is unknown and counts as 0.
 
     >>> paired_difference({"a": [0, 0, 1, 1]}, {"a": [1, 1, 1, 1]})
     (0.5, 0.28867513459481287)
+
+    Args:
+        before: values by set; each set has the same weight.
+        after: values of the same items in the same order.
     """
     assert before.keys() == after.keys()
     mean, square = 0.0, 0.0

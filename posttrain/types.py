@@ -40,8 +40,11 @@ def short_name(model: str) -> str:
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed for one place in a run, e.g. `derive_seed(run_seed, "rollout", step, group, sample)`.
 
-    Seeds are derived, random numbers are not consumed: the same place gets the same seed in any process and after any
-    resume.
+    Seeds are computed from the place, not drawn from a generator: the same place gets the same seed in any process and
+    after any resume.
+
+    Args:
+        *parts: numbers and names of the place.
     """
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -105,13 +108,23 @@ class Segment:
         assert len(self.ids) == len(self.mask) == len(self.logprobs)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Append tokens that the model did not sample."""
+        """Append tokens that the model did not sample.
+
+        Args:
+            ids: token ids of an observation, a header or a forced tag.
+        """
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
 
     def write(self, turn: int, completion: Completion, opening: int = 0) -> None:
-        """Append a sampled turn; the last `opening` tokens before it, a forced tag, belong to its text."""
+        """Append a sampled turn.
+
+        Args:
+            turn: number of the turn in the episode.
+            completion: the sampled tokens.
+            opening: number of tokens before it, of a forced tag, that belong to its text.
+        """
         self.turns.append(turn)
         self.turn_starts.append(len(self.ids) - opening)
         self.ids += completion.ids
@@ -121,7 +134,7 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were sampled here."""
+        """Return the number of tokens that were sampled here."""
         return sum(self.mask)
 
 
@@ -174,22 +187,22 @@ class Trajectory:
 
     @property
     def turn_scores(self) -> list[float]:
-        """Reward of each turn, penalty included: the input of turn-level advantages."""
+        """Return the reward of each turn, penalty included: the input of turn-level advantages."""
         return [reward + penalty for reward, penalty in zip(self.turn_rewards, self.turn_penalties, strict=True)]
 
     @property
     def reward(self) -> float:
-        """Raw return of the episode, penalties included: the input of filters and advantages."""
+        """Return the raw return of the episode, penalties included: the input of filters and advantages."""
         return sum(self.turn_rewards) + sum(self.turn_penalties)
 
     @property
     def tokens(self) -> int:
-        """How many tokens were sampled, in all turns."""
+        """Return the number of sampled tokens in all turns."""
         return sum(segment.tokens for segment in self.segments)
 
     @property
     def turn_tokens(self) -> list[int]:
-        """How many tokens were sampled in each turn."""
+        """Return the number of sampled tokens in each turn."""
         return [
             sum(segment.mask[start:end])
             for segment in self.segments
@@ -198,15 +211,15 @@ class Trajectory:
 
     @property
     def sampled_ids(self) -> list[int]:
-        """The sampled tokens of all turns, in the order of `turn_tokens`."""
+        """Return the sampled tokens of all turns, in the order of `turn_tokens`."""
         return [token for s in self.segments for token, on in zip(s.ids, s.mask, strict=True) if on]
 
     @property
     def sampled_logprobs(self) -> list[float]:
-        """The sampler's log-probs of `sampled_ids`."""
+        """Return the sampler's log-probs of `sampled_ids`, in nats."""
         return [logprob for s in self.segments for logprob, on in zip(s.logprobs, s.mask, strict=True) if on]
 
     @property
     def context(self) -> int:
-        """Tokens of its longest context, prompt and replies included."""
+        """Return the tokens of the longest context, prompt and replies included."""
         return max((len(segment.ids) for segment in self.segments), default=0)

@@ -14,7 +14,7 @@ import numpy as np
 from envs.base import TextEnv
 
 SEEDS = 1 << 31  # every generator takes so many
-TASKS = 1000  # levels of each split that clients of a server are told of
+TASKS = 1000  # levels of each split that a server lists
 SESSIONS = 1024  # that a server plays side by side
 
 
@@ -70,7 +70,7 @@ class SeededEnv(TextEnv):
 
 
 class Lender:
-    """Lends each owner a thing of its own, and takes it back for the next one once the owner is garbage."""
+    """A pool that lends each owner an object, and reuses it for the next one once the owner is garbage."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make

@@ -30,12 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=SESSIONS, help=f"side by side at most (default {SESSIONS})")
     parser.add_argument("--tasks", type=int, default=TASKS, help=f"levels of each split (default {TASKS})")
     parser.add_argument("--turns", type=int, help="actions an episode (default: the environment's own max_turns)")
-    given = parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
-        if not 0 <= given.port < 1 << 16:
+        if not 0 <= arguments.port < 1 << 16:
             raise ValueError("--port must be between 0 and 65535.")
         for flag in ("sessions", "tasks", "turns"):
-            if (value := getattr(given, flag)) is not None and value < 1:
+            if (value := getattr(arguments, flag)) is not None and value < 1:
                 raise ValueError(f"--{flag} must be at least 1.")
         package("openenv.core", "openenv==0.10.0")  # after the arguments: it takes seconds to import
         import uvicorn
@@ -44,14 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from envs.guard import patient_protocol
         from envs.web import is_loopback
 
-        options, local = dict(map(option, given.options)), is_loopback(given.host)
-        app = app_of(given.name, options, given.turns, given.tasks, given.sessions, local=local)
-        listening = socket.create_server((given.host, given.port))
+        options, local = dict(map(option, arguments.options)), is_loopback(arguments.host)
+        app = app_of(arguments.name, options, arguments.turns, arguments.tasks, arguments.sessions, local=local)
+        listening = socket.create_server((arguments.host, arguments.port))
     except (ValueError, OSError) as problem:
-        told = f"Listening at {given.host}:{given.port} fails: {problem}." if isinstance(problem, OSError) else problem
-        print(told, file=sys.stderr)
+        message = (
+            f"Listening at {arguments.host}:{arguments.port} fails: {problem}."
+            if isinstance(problem, OSError)
+            else problem
+        )
+        print(message, file=sys.stderr)
         return 2
-    print(f"{given.name} is served at http://{given.host}:{listening.getsockname()[1]}", flush=True)
+    print(f"{arguments.name} is served at http://{arguments.host}:{listening.getsockname()[1]}", flush=True)
     config = uvicorn.Config(app, log_level="warning", http=patient_protocol(), ws_max_size=MOST_BYTES)
     server = uvicorn.Server(config)
     logging.getLogger("uvicorn.error").addFilter(lambda record: not vanished(record))

@@ -1,7 +1,7 @@
 """How does an OpenEnv server become one of our environments?  `make("openenv", url="http://localhost:8000")`.
 
-A server that offers tasks is asked for those of each split, any other for seeds. One thread speaks for all episodes of
-a process. What a server does not answer within `timeout` seconds, or a server that is gone, ends the episode with a
+A server that offers tasks gets those of each split, any other gets seeds. One thread serves all episodes of a
+process. What a server does not answer within `timeout` seconds, or a server that is gone, ends the episode with a
 ServerError: it is counted as crashed, never as lost.
 """
 
@@ -63,10 +63,19 @@ class Offer(NamedTuple):
 
 
 class OpenEnv(TextEnv):
-    """An environment behind a server: its action is one field of text or of a whole number.
+    """An environment behind a server, with the protocol of OpenEnv. docs/adapters.md describes the arguments.
 
-    `action` and `observation` name the fields where the server has several. `rules` replaces its description. An
-    episode that ends is a success where the server's metadata says so, else with a reward of at least `success_at`.
+    ## Action space
+    One of the actions that the server lists, or free text: the value of one field, of text or of a whole number.
+
+    ## Observation space
+    Text: one field of the server's observation, or all of them, one per line.
+
+    ## Rewards
+    The server's.
+
+    ## Episode end
+    The server's; its metadata says truncation and success (otherwise: a reward of at least `success_at`).
     """
 
     name = "openenv"
@@ -96,7 +105,7 @@ class OpenEnv(TextEnv):
         self.config = (url.rstrip("/"), self.offer.splits)
         self.max_turns = self.offer.max_turns or self.max_turns
         self.shown, self.success_at = observation, success_at
-        self.own_rules, self.told_rules = rules, self.offer.rules
+        self.own_rules, self.server_rules = rules, self.offer.rules
         self.session: Session | None = None
 
     @classmethod
@@ -132,7 +141,7 @@ class OpenEnv(TextEnv):
         self.take(self.opened())
 
     def task(self) -> dict[str, Any]:
-        """Return what reset() is asked for. Beside a task, the seed is that of chance inside the episode."""
+        """Return the arguments of reset(). Beside a task, the seed is that of chance inside the episode."""
         if not self.level.split:
             return {"seed": self.level.index}
         noise = {} if self.noise_seed is None else {"seed": self.noise_seed}
@@ -180,21 +189,21 @@ class OpenEnv(TextEnv):
         try:
             return self.understood(checked(answers.StepResult, vars(result), f"An answer of {self.where[0]}"))
         except ServerError:
-            if self.session is not None:  # what such a server says next is not to be trusted
+            if self.session is not None:  # no further answer of such a server is trusted
                 self.session.drop()
             raise
 
     def understood(self, result: answers.StepResult) -> float:
-        said, source = dict(result.observation or {}), f"An observation of {self.where[0]}"
-        self.beside = {**(checked(answers.Observed, said, source).metadata or {}), **(result.metadata or {})}
-        said.pop("metadata", None)
+        fields, source = dict(result.observation or {}), f"An observation of {self.where[0]}"
+        self.beside = {**(checked(answers.Observed, fields, source).metadata or {}), **(result.metadata or {})}
+        fields.pop("metadata", None)
         beside = checked(answers.Beside, self.beside, f"The metadata of an observation of {self.where[0]}")
         if self.offer.max_turns:  # a server of openenv_server.py
-            opening = checked(answers.Opening, said, source)
-            self.told_rules = opening.rules or self.told_rules
+            opening = checked(answers.Opening, fields, source)
+            self.server_rules = opening.rules or self.server_rules
             self.actions = tuple(opening.actions or ()) or self.actions
-            said = {key: value for key, value in said.items() if key not in answers.Opening.model_fields}
-        text = readable_field(said, self.shown) or "(nothing)"
+            fields = {key: value for key, value in fields.items() if key not in answers.Opening.model_fields}
+        text = readable_field(fields, self.shown) or "(nothing)"
         if len(text) > TEXT:
             raise ServerError(f"{source} has {len(text):,} characters, more than {TEXT:,}.")
         self.text = text
@@ -210,7 +219,7 @@ class OpenEnv(TextEnv):
         return self.text
 
     def rules(self) -> str:
-        return self.own_rules or self.told_rules
+        return self.own_rules or self.server_rules
 
     def state_key(self) -> str:
         """Return the server's own, where it has one; else what it shows."""
@@ -224,14 +233,14 @@ class OpenEnv(TextEnv):
         return twin
 
 
-def readable_field(said: dict[str, Any], field: str) -> str:
+def readable_field(data: dict[str, Any], field: str) -> str:
     """Return the field of an observation that is to be read, `text` unless another is named; else all, a line each."""
-    field = field or ("text" if "text" in said else "")
-    if field and field not in said:
-        raise ServerError(f'The observation has no field "{field}", only {", ".join(said)}: name one of them.')
+    field = field or ("text" if "text" in data else "")
+    if field and field not in data:
+        raise ServerError(f'The observation has no field "{field}", only {", ".join(data)}: name one of them.')
     if field:
-        return said[field] if isinstance(said[field], str) else json.dumps(said[field])
-    return "\n".join(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in said.items())
+        return data[field] if isinstance(data[field], str) else json.dumps(data[field])
+    return "\n".join(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in data.items())
 
 
 # -- before play -------------------------------------------------------------------------------------------------------
@@ -239,7 +248,7 @@ def readable_field(said: dict[str, Any], field: str) -> str:
 
 @lru_cache
 def server_offer(url: str, timeout: float, action: str = "") -> Offer:
-    """Return what a server offers; it is asked once per process."""
+    """Return what a server offers; one request per process."""
     schema = checked(answers.Schema, request_json(url, "/schema", timeout), f"/schema of {url}")
     rules = checked(answers.Metadata, request_json(url, "/metadata", timeout), f"/metadata of {url}").description or ""
     fields, needed = schema.action.properties, schema.action.required
@@ -252,8 +261,8 @@ def server_offer(url: str, timeout: float, action: str = "") -> Offer:
             f"Actions at {url} need {', '.join(needed) or 'no field'}: an environment of text can fill one field of"
             " text or of a whole number. Name it with the option `action`, where that is enough."
         )
-    told = request_json(url, "/state", timeout) if "max_turns" in schema.state.properties else {}
-    state = checked(answers.State, told, f"/state of {url}")
+    reply = request_json(url, "/state", timeout) if "max_turns" in schema.state.properties else {}
+    state = checked(answers.State, reply, f"/state of {url}")
     kind = str(fields[names[0]].get("type", "string"))
     return Offer(names[0], kind, rules, state.max_turns or 0, tuple(state.actions or ()) or None, tasks(url, timeout))
 
@@ -322,10 +331,9 @@ def fetched(url: str, path: str, timeout: float, data: dict[str, Any] | None) ->
 
 
 def connection(client: Any) -> Any:
-    """Return what a client talks through; None where there is nothing.
+    """Return the websocket of a client (no public name in openenv 0.10); None without one.
 
-    A client that lost it connects again by itself, to a session that knows nothing of the episode, and is silent:
-    openenv 0.10 has no public name for it.
+    A client that lost it silently connects again, to a session that does not know the episode.
     """
     return getattr(client, "_ws", None)
 
@@ -395,7 +403,7 @@ class Session:
             raise ServerError(f"The OpenEnv server at {self.url} failed in {what}: {problem}") from error
 
     def drop(self) -> None:
-        """Never used again: what comes over it may belong to another question."""
+        """Close it for ever: its next message may belong to another request."""
         self.lost = True
         asyncio.run_coroutine_threadsafe(self.close(), loop())
 

@@ -79,7 +79,9 @@ class Served(Environment[TextAction, TextObservation, TextState]):
         self.info = dict(info)
         self.turns, self.episode_id, self.terminated, self.truncated = 0, episode_id, False, False
         rules, actions = without_surrogates(self.env.rules()), list(self.env.actions) if self.env.actions else None
-        return TextObservation(text=without_surrogates(text), rules=rules, actions=actions, metadata=self.told())
+        return TextObservation(
+            text=without_surrogates(text), rules=rules, actions=actions, metadata=self.observation_metadata()
+        )
 
     def step(self, action: TextAction, timeout_s: float | None = None, **_: Any) -> TextObservation:
         if self.turns < 0:
@@ -98,15 +100,15 @@ class Served(Environment[TextAction, TextObservation, TextState]):
             text=without_surrogates(self.env.observe()),
             reward=reward,
             done=self.terminated or self.truncated,
-            metadata=self.told(),
+            metadata=self.observation_metadata(),
         )
 
-    def told(self) -> dict[str, Any]:
+    def observation_metadata(self) -> dict[str, Any]:
         """Return what stands beside an observation: `info`, how the episode ended, and a name for the state."""
-        told = {key: plain_numbers(value) for key, value in self.info.items()}
+        values = {key: plain_numbers(value) for key, value in self.info.items()}
         if self.env.has("state_key"):  # its digest alone: a key may hold what the player must not see
-            told["state_key"] = hashlib.sha256(self.env.state_key().encode("utf-8", "replace")).hexdigest()[:24]
-        return told | {"terminated": self.terminated, "truncated": self.truncated}
+            values["state_key"] = hashlib.sha256(self.env.state_key().encode("utf-8", "replace")).hexdigest()[:24]
+        return values | {"terminated": self.terminated, "truncated": self.truncated}
 
     @property
     def state(self) -> TextState:

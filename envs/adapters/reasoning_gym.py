@@ -19,8 +19,8 @@ from envs.adapters.base import SEEDS, package
 from envs.base import TextEnv, known
 
 NUMBER = re.compile(r"[+-]?\d{1,60}(\.\d{1,60})?")
-# Their scorers do more than compare, but only to give half marks or to forgive the form: the answer is unique. Nothing
-# is said here about data sets without a scorer of their own, for the library itself compares those.
+# Their scorers do more than compare, but only to give half marks or to forgive the form: the answer is unique. Data
+# sets without a scorer of their own need no entry: the library itself compares those.
 UNIQUE = frozenset(
     "ab binary_matrix bitwise_arithmetic calendar_arithmetic chain_sum circuit_logic color_cube_rotation"
     " decimal_chain_sum emoji_mystery family_relationships figlet_font game_of_life_halting manipulate_matrix"
@@ -37,9 +37,27 @@ class StoredQuestion(NamedTuple):
 
 
 class ReasoningGym(TextEnv):
-    """Questions of one data set with the `settings` of its generator; reward 1 for the stored answer.
+    """Questions of one data set of Reasoning Gym.
 
-    Case and white space do not count, and numbers are compared by value.
+    ## Action space
+    Free text: the answer.
+
+    ## Observation space
+    Text: the question.
+
+    ## Rewards
+    1 for the stored answer, else 0. Case and white space do not count, and numbers are compared by value.
+
+    ## Starting state
+    A question of the data set's generator.
+
+    ## Episode end
+    Terminated after the first answer.
+
+    ## Arguments
+    - `dataset`: name of the data set, e.g. spell_backward.
+    - `settings=None`: settings of its generator.
+    - `render_mode=None`: or "ansi".
     """
 
     name = "reasoning_gym"
@@ -71,20 +89,20 @@ class ReasoningGym(TextEnv):
 
     def begin(self, level: StoredQuestion) -> None:
         self.level = level
-        self.said: str | None = None
+        self.response: str | None = None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        valid = self.said is None and bool(action.strip())
+        valid = self.response is None and bool(action.strip())
         if valid:
-            self.said = action
-        right = self.said is not None and same_answer(self.said, self.level.answer)
+            self.response = action
+        right = self.response is not None and same_answer(self.response, self.level.answer)
         info = {
             "success": right,
             "action_is_valid": valid,
             "action_is_effective": valid,
-            "failure": "wrong" if self.said is not None and not right else "",
+            "failure": "wrong" if self.response is not None and not right else "",
         }
-        return self.observe(), float(valid and right), self.said is not None, False, info
+        return self.observe(), float(valid and right), self.response is not None, False, info
 
     def observe(self) -> str:
         return self.level.text
@@ -93,7 +111,7 @@ class ReasoningGym(TextEnv):
         return "Answer the question. Give the answer alone, in the form that the question asks for."
 
     def state_key(self) -> str:
-        return f"{self.said is None} {self.level.text}"
+        return f"{self.response is None} {self.level.text}"
 
     def expert(self) -> str:
         return self.level.answer
@@ -117,7 +135,7 @@ def same_answer(answer: str, stored: str) -> bool:
 
 @lru_cache
 def opened(config: tuple[str, str]) -> tuple[Any, int]:
-    """Return the data set, and how many items may be asked of it; ValueError where it cannot be asked here."""
+    """Return the data set, and its number of items; ValueError where it cannot be used here."""
     name, settings = config
     if not name:
         raise ValueError("reasoning_gym needs the option dataset, for example dataset=spell_backward.")

@@ -26,12 +26,30 @@ Chance = tuple[Any, Any]  # the states of both
 
 
 class TextArena(SeededEnv):
-    """A single-player game by its id; `actions` lists all that can be said, where that is a list.
+    """A single-player game of TextArena.
 
-    `held_out=False` where it has too few levels to keep some for evaluation.
+    ## Action space
+    Free text, or one of `actions`.
 
-    The rules are the game's prompt, the state is what the game says after a move. A move that the game refuses is
-    taken back, so it costs what invalid actions cost here and never ends the game. Success is a reward of 1 or more.
+    ## Observation space
+    Text: what the game shows after a move.
+
+    ## Rewards
+    The game's, at its end.
+
+    ## Starting state
+    The game after a reset with a seed; its prompt is the rules.
+
+    ## Episode end
+    Terminated when the game ends: a success with a reward of 1 or more. A move that the game refuses is undone, so it
+    costs the penalty for invalid actions and never ends the game. Truncation is left to the protocol, after the turns
+    of the game.
+
+    ## Arguments
+    - `game`: its id, e.g. Wordle-v0.
+    - `actions=None`: all actions, where they are a list.
+    - `held_out=True`: False where the game has too few levels to keep some for evaluation.
+    - `render_mode=None`: or "ansi".
     """
 
     name = "textarena"
@@ -57,13 +75,13 @@ class TextArena(SeededEnv):
         with GLOBALS:
             game = probe(config[0])
             start_game(game, seed)
-            return SeededLevel(seed, game_fingerprint(game, said(game)), config[1])
+            return SeededLevel(seed, game_fingerprint(game, new_messages(game)), config[1])
 
     def begin(self, level: SeededLevel) -> None:
         self.level = level
         self.game = build_game(self.config[0])
         start_game(self.game, level.seed)
-        self.prompt, self.text = split_messages(said(self.game))
+        self.prompt, self.text = split_messages(new_messages(self.game))
         self.chance = seeded(int(self.noise.integers(1 << 32)))
         self.reward, self.over = 0.0, False
 
@@ -76,7 +94,7 @@ class TextArena(SeededEnv):
                 valid = not (self.game.state.error_count or self.game.state.game_info[0]["invalid_move"])
             if valid:
                 self.chance = after[0]
-                self.text = split_messages(said(self.game))[1] or self.text
+                self.text = split_messages(new_messages(self.game))[1] or self.text
                 self.reward = reward = float((self.game.state.rewards or {}).get(0, 0.0)) if self.over else 0.0
                 effective = self.state_key() != before[0]
             else:
@@ -102,7 +120,7 @@ class TextArena(SeededEnv):
 
 
 def build_game(game: str) -> Any:
-    """Return a game without TextArena's wrappers; ValueError where there is none, or where it cannot be made here."""
+    """Return a game without TextArena's wrappers; ValueError where it does not exist, or cannot be made here."""
     if not game:
         raise ValueError("textarena needs the option game, for example game=FrozenLake-v0-random.")
     arena = package("textarena", "textarena==0.7.4")
@@ -134,8 +152,8 @@ def start_game(game: Any, seed: int) -> None:
         raise ValueError("it is for several")
 
 
-def said(game: Any) -> list[tuple[str, str]]:
-    """Return what the game has said since it was last asked: kind and text, without what the player said."""
+def new_messages(game: Any) -> list[tuple[str, str]]:
+    """Return the game's new messages since the last call, kind and text, without those of the player."""
     messages = game.get_observation()[1]
     return [(kind.name, text) for _, text, kind in messages if kind.name != "PLAYER_ACTION"]
 
@@ -160,9 +178,9 @@ def seeded(seed: int) -> Chance:
 
 @contextlib.contextmanager
 def own_chance(chance: Chance) -> Iterator[list[Chance]]:
-    """Python's and NumPy's global generators in this state; what they become is put into the list, then undone.
+    """Set Python's and NumPy's global generators to a state, and restore them at the end.
 
-    What a game prints meanwhile is not shown.
+    The list gets their last state. What a game prints meanwhile is not shown.
     """
     after: list[Chance] = []
     with GLOBALS, contextlib.redirect_stdout(io.StringIO()):

@@ -41,7 +41,7 @@ class TRLGame:
         self._number, self._resets, self._reward = next(self._numbers), 0, 0.0
 
     def reset(self, seed: int, split: str = "train", **row: Any) -> str:
-        """Begins the level of a row: the rules and the first observation, which TRL adds to the prompt."""
+        """Start the level of a row and return the rules and the first observation, which TRL adds to the prompt."""
         self._resets += 1  # the samples of a group share the level and not the noise
         noise_seed = (self._number << 32) + self._resets
         self._episode = Episode(make(self._name, **self._options), self._protocol, int(seed), split, noise_seed)
@@ -74,14 +74,20 @@ class TRLGame:
         return f"Reward {round(turn.reward, 6):g}\n{episode.env.observe()}\n{OVER}" if turn.user is None else turn.user
 
     def get_reward(self) -> float:
-        """The rewards of all turns and the penalties for invalid actions."""
+        """Return the sum of the rewards of all turns and of the penalties for invalid actions."""
         return self._reward
 
 
 def environment(name: str, max_turns: int | None = None, **options: Any) -> type[TRLGame]:
-    """The class to give to `environment_factory`; TRL logs its reward under the name of the environment's class.
+    """Return the class for `environment_factory`; TRL logs its reward under the name of the environment's class.
 
-    `max_turns` is the environment's own number unless given. ValueError for an unknown name or option.
+    Args:
+        name: of the environment.
+        max_turns: turns of an episode; None for the environment's own number.
+        **options: of the environment.
+
+    Raises:
+        ValueError: there is no such environment or option.
     """
     env = make(name, **options)
     own = {
@@ -95,7 +101,14 @@ def environment(name: str, max_turns: int | None = None, **options: Any) -> type
 
 
 def rows(name: str, count: int, split: str = "train", first: int = 0) -> Dataset:
-    """A data set of levels: the seeds from `first` on. The column `environment` is for a dictionary of factories."""
+    """Return a data set of levels.
+
+    Args:
+        name: of the environment; the column `environment` is for a dictionary of factories.
+        count: number of levels.
+        split: train, validation or test.
+        first: the first seed.
+    """
     package("datasets", "datasets")
     from datasets import Dataset
 
@@ -105,5 +118,5 @@ def rows(name: str, count: int, split: str = "train", first: int = 0) -> Dataset
 
 
 def success(environments: list[TRLGame], **_: Any) -> list[float | None]:
-    """A reward function to be logged with weight 0: whether each sample has solved its level."""
+    """Return whether each sample has solved its level: a reward function to be logged with weight 0."""
     return [float(game._episode is not None and game._episode.success) for game in environments]

@@ -102,7 +102,7 @@ class Countdown(TextEnv):
         super().__init__(render_mode)
         self.config = Tasks(path, rows, min_numbers, max_numbers, max_number, max_target, use_all)
         if path != EMBEDDED:
-            read_tasks(path, rows)  # what cannot be read is said at once
+            read_tasks(path, rows)  # report unreadable files at once
 
     @classmethod
     def draw(cls, config: Tasks, rng: np.random.Generator) -> Iterator[CountdownTask | None]:
@@ -200,16 +200,18 @@ class Countdown(TextEnv):
 
     def expert(self) -> str:
         """Return a solution, from an exact search."""
-        found = find_solution(self.level, self.config.use_all)
-        assert found is not None  # `draw` gives only levels that have one
-        return found
+        solution = find_solution(self.level, self.config.use_all)
+        assert solution is not None  # `draw` gives only levels that have one
+        return solution
 
     def optimal_success(self, horizon: int) -> float:
         return float(self.best == 1.0 or (horizon > 0 and not self._over))
 
     def players(self) -> dict[str, str]:
-        """`random`: any expression of the numbers. `near`: the nearest wrong one of several. `invented`: the right
-        value, with a number that is not given."""
+        """Return three answers: `random` is any expression of the numbers, `near` the nearest wrong one of several.
+
+        `invented` has the right value, with a number that is not given.
+        """
         numbers, target = self.level
         tried = [any_term(numbers, self.policy_rng) for _ in range(8)]
         wrong = [term for term in tried if term.value != target] or tried
@@ -232,7 +234,7 @@ def _invented(task: CountdownTask) -> str:
 
 
 def _generated(config: Tasks, rng: np.random.Generator) -> CountdownTask | None:
-    """Numbers, and as target the value of a random expression of them; None where no good target was found."""
+    """Return numbers with the value of a random expression of them as target; None where no good target exists."""
     for _ in range(TRIES):
         count = int(rng.integers(config.least, config.most + 1))
         numbers = tuple(int(number) for number in rng.integers(1, config.highest + 1, count))

@@ -89,9 +89,9 @@ class _Parser:
     def next(self, accepted: str) -> str:
         """Return the next token, taken if it is one of the accepted signs; empty if it is not."""
         token = self.tokens[self.at] if self.at < len(self.tokens) else ""
-        found = token if token and token in accepted else ""
-        self.at += bool(found)
-        return found
+        sign = token if token and token in accepted else ""
+        self.at += bool(sign)
+        return sign
 
     def sum(self, depth: int) -> Fraction | None:
         """sum = product {(+|-) product}"""
@@ -193,9 +193,9 @@ def find_solution(task: CountdownTask, use_all: bool) -> str | None:
         parts = sorted(set(combinations(numbers, size)))
         for whole in (True, False):
             search = _Search(whole)
-            found = next((term for part in parts if (term := search.solve(part, target))), None)
-            if found:
-                return found.text
+            solution = next((term for part in parts if (term := search.solve(part, target))), None)
+            if solution:
+                return solution.text
     return None
 
 
@@ -208,7 +208,7 @@ class _Search:
 
     def __init__(self, whole: bool):
         self.whole = whole  # every value on the way is whole and above 0
-        self.found: dict[tuple[tuple[int, ...], Fraction], Term | None] = {}
+        self.solved: dict[tuple[tuple[int, ...], Fraction], Term | None] = {}
 
     def solve(self, numbers: tuple[int, ...], target: Fraction) -> Term | None:
         if self.whole and not _is_whole(target):
@@ -216,20 +216,20 @@ class _Search:
         if len(numbers) <= 3:
             return _values(numbers, self.whole).get(target)
         key = (numbers, target)
-        if key not in self.found:
-            self.found[key] = next(self.solutions(numbers, target), None)
-        return self.found[key]
+        if key not in self.solved:
+            self.solved[key] = next(self.solutions(numbers, target), None)
+        return self.solved[key]
 
     def solutions(self, numbers: tuple[int, ...], target: Fraction) -> Iterator[Term]:
         for part, rest in _parts(numbers):
             for a in _values(part, self.whole).values():
                 x = a.value
-                wanted = [(target - x, "+", False), (target + x, "-", True), (x - target, "-", False)]
+                needs = [(target - x, "+", False), (target + x, "-", True), (x - target, "-", False)]
                 if x:
-                    wanted += [(target / x, "*", False), (target * x, "/", True)]
+                    needs += [(target / x, "*", False), (target * x, "/", True)]
                 if target:
-                    wanted += [(x / target, "/", False)]
-                for value, sign, swapped in wanted:
+                    needs += [(x / target, "/", False)]
+                for value, sign, swapped in needs:
                     b = self.solve(rest, value)
                     term = b and (_join(b, sign, a) if swapped else _join(a, sign, b))
                     if term:

@@ -90,12 +90,12 @@ def problems(rng: np.random.Generator) -> Iterator[CodeProblem]:
         called = bool(rng.random() < 0.5)
         if rng.random() < TASKS_SHARE:
             number = int(rng.integers(len(TASKS)))
-            found = from_task(number, tuple(TASKS[number].parameters(rng).items()), called)
+            drawn = from_task(number, tuple(TASKS[number].parameters(rng).items()), called)
         else:
             choice = tuple(int(rng.integers(len(some))) for some in (TAKE, MAKE, TELL))
-            found = put_together(choice, int(rng.integers(3, 10)), int(rng.integers(2, 10)), called)
-        if found is not None:
-            yield found
+            drawn = put_together(choice, int(rng.integers(3, 10)), int(rng.integers(2, 10)), called)
+        if drawn is not None:
+            yield drawn
 
 
 @lru_cache(maxsize=1 << 14)
@@ -115,7 +115,7 @@ def from_task(number: int, parameters: tuple[tuple[str, int], ...], called: bool
             name=name,
             arguments=arguments,
             lines=lines,
-            answer=lambda *given: task.function(*given, **values),
+            answer=lambda *inputs: task.function(*inputs, **values),
             sample=task.sample,
             edges=task.edges,
         ),
@@ -127,9 +127,9 @@ def from_task(number: int, parameters: tuple[tuple[str, int], ...], called: bool
 def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> CodeProblem | None:
     """Take some of the numbers, make something of each, tell something of them."""
     (which, keep, good), (change, make, made) = TAKE[choice[0]], MAKE[choice[1]]
-    what, tell, told = TELL[choice[2]]
+    what, tell, result_of = TELL[choice[2]]
     text = f"Take the numbers that are {which}" + (f", {change}" if change else "") + f". Give {what}"
-    scalar = not isinstance(told([1]), list)
+    scalar = not isinstance(result_of([1]), list)
     partial = tell.startswith(("max", "min", "made[-1]"))  # raises where nothing is left
     text = (text + (", or 0 if there are none." if scalar else ".")).format(k=k, m=m)
     lines = ["def solve(numbers):"]
@@ -140,7 +140,7 @@ def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> CodeP
 
     def answer(numbers: list[int]) -> Any:
         values = [made(x, m) for x in numbers if good(x, k)]
-        return told(values) if values or not scalar else 0
+        return result_of(values) if values or not scalar else 0
 
     return problem(
         Draft(
@@ -166,8 +166,8 @@ def problem(draft: Draft, called: bool) -> CodeProblem | None:
         return None
     kinds_of = [READ.get(each, WHOLE) for each in arguments]
     if called:
-        told = ", ".join(f"{each} is {kind[1]}" for each, kind in zip(arguments, kinds_of, strict=True))
-        text += f"\nWrite a function {name}({', '.join(arguments)}) that returns the result; {told}.\n"
+        described = ", ".join(f"{each} is {kind[1]}" for each, kind in zip(arguments, kinds_of, strict=True))
+        text += f"\nWrite a function {name}({', '.join(arguments)}) that returns the result; {described}.\n"
         text += f"Example arguments {tests[0].input}\nResult {tests[0].output}"
     else:
         order = ", ".join(f"line {number} {kind[0]}" for number, kind in enumerate(kinds_of, 1))
@@ -181,25 +181,28 @@ def problem(draft: Draft, called: bool) -> CodeProblem | None:
 
 
 def examples(draft: Draft) -> list[tuple[tuple[Any, ...], Any]]:
-    """Arguments with their values: two samples, the edges, and samples again, of other values where it can be."""
+    """Return arguments with their values: two samples, the edges, and more samples, of other values where possible."""
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(draft.key.encode()).digest()[:8], "big"))
     edges = [(each, draft.answer(*each)) for each in draft.edges]
-    found: list[tuple[tuple[Any, ...], Any]] = []
-    while len(found) < TESTS:
-        if len(found) == PUBLIC:
-            found += edges
-        there = [value for _, value in found or edges]
+    pairs: list[tuple[tuple[Any, ...], Any]] = []
+    while len(pairs) < TESTS:
+        if len(pairs) == PUBLIC:
+            pairs += edges
+        there = [value for _, value in pairs or edges]
         for _ in range(TRIES):
             arguments = draft.sample(rng)
             value = draft.answer(*arguments)
             if value not in there:
                 break
-        found.append((arguments, value))
-    return found
+        pairs.append((arguments, value))
+    return pairs
 
 
 def behaviour(answer: Callable[[list[int]], Any]) -> str:
-    """Equal for two functions that answer alike, whatever their texts: else a test problem were a training problem."""
+    """Return a text that is equal for two functions with the same results, whatever their texts.
+
+    Otherwise a test problem could be a training problem.
+    """
     return hashlib.sha256(json.dumps([answer(numbers) for numbers in BATTERY]).encode()).hexdigest()
 
 

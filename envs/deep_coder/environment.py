@@ -1,7 +1,7 @@
 """Can the model write a program that passes its tests?  The action is the program; it runs in a sandbox or not at all.
 
 The reward of a turn is what it adds to the best share of hidden tests passed so far, so an episode adds up to the best
-share of all its programs. After a program the model is told how many tests passed, and the first public test that did
+share of all its programs. After a program the model reads how many tests passed, and the first public test that did
 not.
 """
 
@@ -110,7 +110,7 @@ class DeepCoder(TextEnv):
         self.limits = Limits(seconds, total_seconds, memory_mb)
         self.config = Data(path, tuple(subsets or ()), rows, Bounds(public, max_tests, max_test_bytes))
         if path != EMBEDDED:
-            load_problems(path, self.config.subsets, rows, self.config.bounds)  # what cannot be read is said at once
+            load_problems(path, self.config.subsets, rows, self.config.bounds)  # report unreadable files at once
 
     @classmethod
     def draw(cls, config: Data, rng: np.random.Generator) -> Iterator[CodeProblem]:
@@ -121,9 +121,9 @@ class DeepCoder(TextEnv):
                 problem = replace(problem, tests=tests, public=public)
                 if problem.pays(problem.hidden):
                     yield problem
-        found = load_problems(config.path, config.subsets, config.rows, config.bounds)
+        problems = load_problems(config.path, config.subsets, config.rows, config.bounds)
         while True:
-            yield found[int(rng.integers(len(found)))]
+            yield problems[int(rng.integers(len(problems)))]
 
     @classmethod
     def key_of(cls, level: CodeProblem) -> str:
@@ -170,7 +170,7 @@ class DeepCoder(TextEnv):
         )
 
     def state_key(self) -> str:
-        """Of all that was tried only the best and what was told of the last have a future."""
+        """Return the level with the best score so far and the last feedback: nothing else matters for the future."""
         return f"{self.level.key}\n{self.level.function}\n{self.best}\n{self.feedback}"
 
     # -- players ---------------------------------------------------------------------------------------------------
@@ -188,6 +188,6 @@ class DeepCoder(TextEnv):
         return dict(self.level.programs).get("expert", JUNK[0])
 
     def players(self) -> dict[str, str]:
-        """`random` answers with one of a few short programs; the others err as people do."""
+        """Return wrong programs: `random` has one of a few short ones; the others make mistakes as people do."""
         flawed = {player: program for player, program in self.level.programs if player != "expert"}
         return {"random": JUNK[int(self.policy_rng.integers(len(JUNK)))], **flawed}

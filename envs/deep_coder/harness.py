@@ -157,7 +157,7 @@ def all_but_proc(libc: ctypes.CDLL) -> int | None:
 
 
 def read_exactly(size: int) -> bytes:
-    """Exactly so many bytes of the next request; the end of the requests is the end."""
+    """Return so many bytes of the next request; exit at the end of the requests."""
     parts = []
     while size:
         part = os.read(0, min(size, 1 << 20))
@@ -240,7 +240,7 @@ def limit(seconds: float, memory_bytes: int, output_bytes: int) -> None:
 
 
 def error_line(error: BaseException) -> bytes:
-    """`line 3: ValueError: ...`, the line being the program's own."""
+    """Return `line 3: ValueError: ...` with the line of the program."""
     line, trace = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "program":
@@ -252,9 +252,9 @@ def error_line(error: BaseException) -> bytes:
 
 
 def run_program(source: bytes, function: str, data: bytes) -> None:
-    """Run the program in this process: the function's value, or the error, is left in file 3.
+    """Run the program in this process; the function's value, or the error, goes to file 3.
 
-    What file 4 is told means that it does not compile; the program finds it closed.
+    Text in file 4 means that it does not compile; it is closed before the program runs.
     """
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115

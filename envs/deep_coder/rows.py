@@ -54,7 +54,7 @@ class Bounds:
 @lru_cache(maxsize=4)
 def load_problems(path: str, subsets: tuple[str, ...], most: int, bounds: Bounds) -> tuple[CodeProblem, ...]:
     """Return the problems of a data set with their splits: its own, or by hash out of train where it lacks one."""
-    found: dict[str, CodeProblem] = {}
+    problems: dict[str, CodeProblem] = {}
     own: set[str] = set()
     read, left_out = 0, Counter[str]()
     for split, row in _rows(path, subsets, most):
@@ -63,17 +63,17 @@ def load_problems(path: str, subsets: tuple[str, ...], most: int, bounds: Bounds
         problem = problem_of(row, bounds)
         if isinstance(problem, str):
             left_out[problem] += 1
-        elif problem.key not in found or split != "train":
-            found[problem.key] = replace(problem, home=split)  # of a problem in train and test, test has it
+        elif problem.key not in problems or split != "train":
+            problems[problem.key] = replace(problem, home=split)  # of a problem in train and test, test has it
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
-    if not found:
+    if not problems:
         raise ValueError(
             f"deep_coder found no problem in path={path} ({read} rows{': ' * bool(reasons)}{reasons}): a row needs"
             f" `problem` and `tests` as in {HUB}, with a hidden test of at most {bounds.max_test_bytes} bytes."
         )
     if left_out:
         _log.warning("deep_coder: of %s rows of %s, %s are left out: %s.", read, path, left_out.total(), reasons)
-    return tuple(replace(problem, home=_split(problem, own)) for problem in found.values())
+    return tuple(replace(problem, home=_split(problem, own)) for problem in problems.values())
 
 
 def _split(problem: CodeProblem, own: set[str]) -> str:
@@ -111,13 +111,13 @@ def problem_of(row: Mapping[str, Any], bounds: Bounds) -> CodeProblem | str:
     if not isinstance(statement, str) or not 0 < len(statement) <= LONGEST_STATEMENT:
         return f"without a statement of at most {LONGEST_STATEMENT:,} characters"
     try:
-        function, found, boxed = tests_of(decode_json(tests), decode_json(row.get("metadata")))
+        function, cases, boxed = tests_of(decode_json(tests), decode_json(row.get("metadata")))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # another schema, or a number too long
         return NO_TESTS
-    found = [test for test in found if len(test.input) + len(test.output) <= bounds.max_test_bytes]
-    if not found:
+    cases = [test for test in cases if len(test.input) + len(test.output) <= bounds.max_test_bytes]
+    if not cases:
         return NO_TESTS
-    chosen, public = choose_tests(found, statement, bounds)
+    chosen, public = choose_tests(cases, statement, bounds)
     key = hashlib.sha256(" ".join(statement.split()).encode("utf-8", "surrogatepass")).hexdigest()
     starter = row.get("starter_code")
     if isinstance(starter, str) and starter.strip() and starter.strip() not in statement:
@@ -146,16 +146,16 @@ def tests_of(tests: Any, metadata: Any) -> tuple[str, list[Test], bool]:
         function = (first.get("fn_name") or inner.get("func_name") or inner["fn_name"]) if called else ""
         pairs = [(test["input"], test["output"]) for test in tests]
     if not function:
-        return "", [Test(lines(given), lines(value)) for given, value in pairs], False
+        return "", [Test(lines(value_in), lines(value)) for value_in, value in pairs], False
     if not isinstance(function, str):
         raise TypeError("the name of a function is text")
     if isinstance(pairs[0][0], str):  # LiveCodeBench: an argument a line, as JSON
         made = [
-            Test(as_json([json.loads(line) for line in given.split("\n")]), as_json(json.loads(value)))
-            for given, value in pairs
+            Test(as_json([json.loads(line) for line in value_in.split("\n")]), as_json(json.loads(value)))
+            for value_in, value in pairs
         ]
         return function, made, False
-    return function, [Test(as_json(given), as_json(value)) for given, value in pairs], True
+    return function, [Test(as_json(value_in), as_json(value)) for value_in, value in pairs], True
 
 
 def lines(value: Any) -> str:
@@ -199,16 +199,21 @@ def is_example(test: Test, statement: list[str], signs: str) -> bool:
     """
     if len(test.input) + len(test.output) > LONGEST_STATEMENT:
         return False
-    given, wanted = output_tokens(test.input), output_tokens(test.output)
-    if not given:
-        said, value = (AROUND.sub("", written(text).casefold()) for text in (test.input, test.output))
-        starts = [match.start() for match in re.finditer(f"(?={re.escape(said)})", signs)] if said else []
-        return any(value in signs[start + len(said) :][: MOST_CHARACTERS + len(value)] for start in starts)
-    for start in range(len(statement) - len(given) - len(wanted) + 1):
-        if statement[start] == given[0] and statement[start : start + len(given)] == given:
-            end = start + len(given)
-            between = next((n for n in range(MOST_BETWEEN) if statement[end + n :][: len(wanted)] == wanted), None)
+    input_tokens, expected_tokens = output_tokens(test.input), output_tokens(test.output)
+    if not input_tokens:
+        input_text, value = (AROUND.sub("", written(text).casefold()) for text in (test.input, test.output))
+        starts = [match.start() for match in re.finditer(f"(?={re.escape(input_text)})", signs)] if input_text else []
+        return any(value in signs[start + len(input_text) :][: MOST_CHARACTERS + len(value)] for start in starts)
+    for start in range(len(statement) - len(input_tokens) - len(expected_tokens) + 1):
+        if statement[start] == input_tokens[0] and statement[start : start + len(input_tokens)] == input_tokens:
+            end = start + len(input_tokens)
+            between = next(
+                (n for n in range(MOST_BETWEEN) if statement[end + n :][: len(expected_tokens)] == expected_tokens),
+                None,
+            )
             beside = statement[max(0, start - 2) : start] + statement[end : end + (between or 0)]
-            if between is not None and (len(given) + len(wanted) > 3 or not SAYS_EXAMPLE.isdisjoint(beside)):
+            if between is not None and (
+                len(input_tokens) + len(expected_tokens) > 3 or not SAYS_EXAMPLE.isdisjoint(beside)
+            ):
                 return True
     return False

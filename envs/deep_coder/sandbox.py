@@ -61,7 +61,7 @@ class TestOutcome:
 
 @lru_cache(maxsize=1)
 def require() -> None:
-    """ValueError, one paragraph, where there is no sandbox; tried once a process."""
+    """Raise ValueError, one paragraph, where there is no sandbox; a process tries once."""
     if not sys.platform.startswith("linux") or os.uname().machine not in ("x86_64", "aarch64"):
         raise ValueError(INSTALL)
     if shutil.which("bwrap") is None:
@@ -166,8 +166,8 @@ def _converse(
     except EOFError:
         process.kill()
         assert process.stderr is not None
-        said = process.stderr.read().decode("utf-8", "replace").strip()
-        raise SandboxError(said[-500:] or "it did not answer in time") from None
+        stderr = process.stderr.read().decode("utf-8", "replace").strip()
+        raise SandboxError(stderr[-500:] or "it did not answer in time") from None
     try:
         _write(process, source)
         _write(process, function)
@@ -216,10 +216,10 @@ def _read(process: subprocess.Popen[bytes], most: int) -> bytes:
 
 def _exactly(process: subprocess.Popen[bytes], size: int) -> bytes:
     assert process.stdout is not None
-    found = bytearray()
-    while len(found) < size:
-        more = process.stdout.read(size - len(found))
+    data = bytearray()
+    while len(data) < size:
+        more = process.stdout.read(size - len(data))
         if not more:
             raise EOFError
-        found += more
-    return bytes(found)
+        data += more
+    return bytes(data)

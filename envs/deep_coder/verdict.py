@@ -1,4 +1,4 @@
-"""Did a program pass its tests, and what may its author be told?  Outputs are compared here, outside of the sandbox.
+"""Did a program pass its tests, and what is the feedback?  Outputs are compared here, outside of the sandbox.
 
 Printed output is compared line by line, blank lines and white space between tokens aside; a token of the expected
 output that is written as a decimal fraction is met by any number within 1e-6 of it, absolutely or relatively. Values of
@@ -75,7 +75,7 @@ class CodeProblem:
 
 @dataclass(frozen=True)
 class TestVerdict:
-    """How many tests a program passed, how many of them pay, and what is said: Verdict(2, 1, "Passed 2 of 8 ...")."""
+    """Tests that passed, those that count for the reward, and the feedback: Verdict(2, 1, "Passed 2 of 8 ...")."""
 
     passed: int
     paid: int
@@ -89,8 +89,8 @@ def program_of(text: str) -> str:
     """
     blocks = fenced(text)
     for is_wanted in (PYTHON.match, lambda tag: not tag, lambda tag: True):
-        if found := [program for tag, program in blocks if is_wanted(tag)]:
-            return textwrap.dedent(found[-1]).strip()
+        if programs := [program for tag, program in blocks if is_wanted(tag)]:
+            return textwrap.dedent(programs[-1]).strip()
     alone = text.strip()
     ticks = len(alone) - len(alone.lstrip("`"))
     if 0 < ticks < len(alone) / 2 and alone.endswith("`" * ticks) and "`" not in alone[ticks:-ticks]:
@@ -152,13 +152,13 @@ def weigh(problem: CodeProblem, outcomes: Iterable[TestOutcome]) -> TestVerdict:
         elif failed is None:
             failed = number, test, outcome
     hidden = [problem.tests[number - 1] for number in good if number > problem.public]
-    told = [f"Passed {len(good)} of {len(problem.tests)} tests."]
-    feedback = "\n".join(told if failed is None else [*told, *_told_of(problem, *failed)])
+    lines = [f"Passed {len(good)} of {len(problem.tests)} tests."]
+    feedback = "\n".join(lines if failed is None else [*lines, *_told_of(problem, *failed)])
     return TestVerdict(len(good), len(hidden) if problem.pays(hidden) else 0, feedback)
 
 
 def _told_of(problem: CodeProblem, number: int, test: Test, outcome: TestOutcome) -> Iterator[str]:
-    """Yield what is said about a test that failed: of a hidden one only the kind of its failure."""
+    """Yield the feedback on a test that failed: of a hidden one only the kind of its failure."""
     if outcome.status == "syntax":
         yield short(outcome.error)
     elif number > problem.public:
@@ -177,20 +177,20 @@ def passed(problem: CodeProblem, test: Test, outcome: TestOutcome) -> bool:
     if not problem.function:
         return same_output(test.output, outcome.output)
     try:
-        expected, found = json.loads(test.output), json.loads(outcome.output)
+        expected, actual = json.loads(test.output), json.loads(outcome.output)
     except (ValueError, RecursionError):  # no JSON, too deep, or a number of too many digits
         return False
     boxed = problem.boxed and isinstance(expected, list) and len(expected) == 1
-    return same_value(expected, found) or (boxed and same_value(expected[0], found))
+    return same_value(expected, actual) or (boxed and same_value(expected[0], actual))
 
 
-def same_output(expected: str, found: str) -> bool:
+def same_output(expected: str, actual: str) -> bool:
     ours = expected.split()
-    theirs = found.split(maxsplit=len(ours))  # of a long output that is wrong, little is split
+    theirs = actual.split(maxsplit=len(ours))  # of a long output that is wrong, little is split
     return (
         len(ours) == len(theirs)
         and all(map(same_token, ours, theirs))
-        and line_lengths(expected) == line_lengths(found)
+        and line_lengths(expected) == line_lengths(actual)
     )
 
 
@@ -199,34 +199,34 @@ def line_lengths(text: str) -> list[int]:
     return [len(line.split()) for line in text.splitlines() if line.strip()]
 
 
-def same_token(expected: str, found: str) -> bool:
-    if expected == found:
+def same_token(expected: str, actual: str) -> bool:
+    if expected == actual:
         return True
-    if "." not in expected or max(len(expected), len(found)) > 64:
+    if "." not in expected or max(len(expected), len(actual)) > 64:
         return False
     try:
-        return near(float(expected), float(found))
+        return near(float(expected), float(actual))
     except ValueError:
         return False
 
 
-def same_value(expected: Any, found: Any) -> bool:
-    """As deep as `expected` goes, whatever was found."""
+def same_value(expected: Any, actual: Any) -> bool:
+    """Return whether a value equals `expected`, which decides how deep the comparison goes."""
     if isinstance(expected, list):
-        return isinstance(found, list) and len(expected) == len(found) and all(map(same_value, expected, found))
+        return isinstance(actual, list) and len(expected) == len(actual) and all(map(same_value, expected, actual))
     if isinstance(expected, dict):
-        alike = isinstance(found, dict) and expected.keys() == found.keys()
-        return alike and all(same_value(value, found[key]) for key, value in expected.items())
+        alike = isinstance(actual, dict) and expected.keys() == actual.keys()
+        return alike and all(same_value(value, actual[key]) for key, value in expected.items())
     if not isinstance(expected, float):  # 3.0 is 3, but True is not 1
-        return expected == found and isinstance(expected, bool) == isinstance(found, bool)
+        return expected == actual and isinstance(expected, bool) == isinstance(actual, bool)
     try:
-        return type(found) in (int, float) and near(expected, found)
+        return type(actual) in (int, float) and near(expected, actual)
     except OverflowError:  # an integer beyond every float
         return False
 
 
-def near(expected: float, found: float) -> bool:
-    return math.isclose(expected, found, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+def near(expected: float, actual: float) -> bool:
+    return math.isclose(expected, actual, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def short(text: str) -> str:

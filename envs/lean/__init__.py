@@ -95,21 +95,21 @@ class Lean(TextEnv):
         self.level = level
         self.tactics: tuple[str, ...] = ()
         self.goals: tuple[str, ...] = (level.goal,)
-        self.told = ""
+        self.message = ""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         tactic, before, gained = action.strip(), self.goals, 0.0
         refused = tactic_refusal(tactic)
         if refused:
-            self.told = f"Refused: {refused}"
+            self.message = f"Refused: {refused}"
         elif before:
-            found = self.backend.check(self.level, (*self.tactics, tactic))
-            refused = found.error if found.unreadable else ""
-            if found.error:
-                self.told = f"{'Refused' if refused else 'Rejected'}: {found.error}"
+            verdict = self.backend.check(self.level, (*self.tactics, tactic))
+            refused = verdict.error if verdict.unreadable else ""
+            if verdict.error:
+                self.message = f"{'Refused' if refused else 'Rejected'}: {verdict.error}"
             else:
-                self.tactics, self.goals, self.told = (*self.tactics, tactic), found.goals, ""
-            gained = 0.0 if refused else self._paid(accepted=not found.error)
+                self.tactics, self.goals, self.message = (*self.tactics, tactic), verdict.goals, ""
+            gained = 0.0 if refused else self._paid(accepted=not verdict.error)
         info = {
             "success": not self.goals,
             "action_is_valid": not refused,
@@ -132,7 +132,7 @@ class Lean(TextEnv):
             lines += [f"Goal {number} of {len(self.goals)}"] if len(self.goals) > 1 else []
             lines.append(goal)
         lines += [] if self.goals else ["No goals: proved."]
-        lines += [self.told] if self.told else []
+        lines += [self.message] if self.message else []
         return "\n".join(lines)
 
     def rules(self) -> str:
@@ -204,10 +204,10 @@ class Lean(TextEnv):
         goal = self._goal()
         if goal is None:
             return ""
-        told = [f"goal is {_form(goal.target)}"]
-        told += [f"{name} is {_form(fact)}" for name, fact in goal.facts.items() if _form(fact) != "a fact"]
-        told += ["it is known"] if goal.target in goal.facts.values() else []
-        return ", ".join(told) if self.style == "compact" else f"The {listed(told)}."
+        forms = [f"goal is {_form(goal.target)}"]
+        forms += [f"{name} is {_form(fact)}" for name, fact in goal.facts.items() if _form(fact) != "a fact"]
+        forms += ["it is known"] if goal.target in goal.facts.values() else []
+        return ", ".join(forms) if self.style == "compact" else f"The {listed(forms)}."
 
 
 def _form(formula: tuple[Any, ...]) -> str:

@@ -93,14 +93,14 @@ def linear_form(expr: Expr) -> tuple[dict[str, int], int] | None:
 
 
 def _row(terms: dict[str, int], constant: int) -> LinearForm:
-    """Divided by what the coefficients share; the constant is rounded down, since all are integers."""
+    """Return the row divided by the common divisor of its coefficients; the constant is rounded down."""
     kept = {name: times for name, times in sorted(terms.items()) if times}
     share = gcd(*kept.values()) if kept else 1
     return tuple((name, times // share) for name, times in kept.items()), constant // share
 
 
 def _at_most(left: Expr, right: Expr, less: int) -> LinearForm | None:
-    """left + less <= right."""
+    """Return the row of left + less <= right."""
     a, b = linear_form(left), linear_form(right)
     if a is None or b is None:
         return None

@@ -81,7 +81,7 @@ class Backend(Protocol):
 
 
 class Unavailable(NoAnswer):
-    """No backend answered: there is no verdict about the proof."""
+    """The error that no backend answered: the proof has no verdict."""
 
 
 def tactic_refusal(tactic: str) -> str:
@@ -96,12 +96,12 @@ def tactic_refusal(tactic: str) -> str:
             return f"{mark} is refused"
     if ";" in tactic.replace("<;>", ""):
         return "write one tactic a turn, without ;"
-    found = WORD.findall(tactic)
+    words = WORD.findall(tactic)
     if "%" in re.sub(r"\s%\s", " ", tactic):  # an operator has blanks around it
         return "% is refused"
-    if not found or found[0] not in HEADS or not tactic.startswith(found[0]):
-        return f"{found[0] if found else tactic[:12]} is no tactic that is allowed"
-    for word in found:
+    if not words or words[0] not in HEADS or not tactic.startswith(words[0]):
+        return f"{words[0] if words else tactic[:12]} is no tactic that is allowed"
+    for word in words:
         if word in FORBIDDEN or COMMANDS.fullmatch(word) or word.endswith("?"):
             return f"{word} is refused"
     if "'" in WORD.sub("", tactic):  # a character such as ')' would not be a bracket to Lean
@@ -195,10 +195,10 @@ class Server:
         if not isinstance(result, dict):
             raise Unavailable(f"The Lean server at {self.url} answers without a result: {reprlib.repr(answer)}.")
         if error := result.get("error"):
-            said = error[:200] if isinstance(error, str) else reprlib.repr(error)
-            if "timed out" in said or "timeout" in said.lower():
+            message = error[:200] if isinstance(error, str) else reprlib.repr(error)
+            if "timed out" in message or "timeout" in message.lower():
                 return TOO_SLOW
-            raise Unavailable(f"The Lean server at {self.url} reports {said!r}.")
+            raise Unavailable(f"The Lean server at {self.url} reports {message!r}.")
         response = result.get("response")
         if not isinstance(response, dict) or "message" in response:
             raise Unavailable(f"The Lean server at {self.url} has no verdict: {reprlib.repr(response)}.")
@@ -259,8 +259,8 @@ class Local:
             raise Unavailable(f"The local Lean REPL ended ({problem}). {INSTALL}") from problem
         if isinstance(answer, LeanError):
             raise Unavailable(f"The local Lean REPL reports {answer.message[:200]!r}.")
-        found = [message.model_dump(by_alias=True) for message in answer.messages]
-        return verdict(found, code.count("\n") + 1)
+        messages = [message.model_dump(by_alias=True) for message in answer.messages]
+        return verdict(messages, code.count("\n") + 1)
 
 
 _LOCAL = threading.Lock()
@@ -273,8 +273,8 @@ def repl() -> Any:
 
     from lean_interact import AutoLeanServer, LeanREPLConfig
 
-    told = subprocess.run(["lean", "--version"], capture_output=True, text=True, timeout=60).stdout
-    version = re.search(r"version (\d+\.\d+\.\d+(?:-rc\d+)?)", told)
+    output = subprocess.run(["lean", "--version"], capture_output=True, text=True, timeout=60).stdout
+    version = re.search(r"version (\d+\.\d+\.\d+(?:-rc\d+)?)", output)
     config = LeanREPLConfig(lean_version=f"v{version[1]}" if version else None, memory_hard_limit_mb=8192)
     return AutoLeanServer(config)
 
@@ -289,7 +289,7 @@ def backend_named(backend: str, timeout: float) -> Backend:
     if backend == "auto":
         backend = os.environ.get("LEAN_SERVER_API_URL", "") or ("local" if toolchain() else "")
         if not backend:
-            _told()
+            _warn_of_fragment()
             backend = "fragment"
     if backend == "fragment":
         return Fragment()
@@ -303,7 +303,7 @@ def backend_named(backend: str, timeout: float) -> Backend:
 
 
 @cache
-def _told() -> None:
+def _warn_of_fragment() -> None:
     logging.getLogger(__name__).warning(
         "lean: no toolchain and no server here, so the built-in checker of a fragment takes Lean's place"
     )

@@ -49,8 +49,8 @@ def _assumption(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
 
 def _contradiction(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     facts = set(goal.facts.values())
-    found = FALSE in facts or any(fact[0] == "not" and fact[1] in facts for fact in facts)
-    return closing(goal, found, "no hypotheses contradict each other")
+    contradicts = FALSE in facts or any(fact[0] == "not" and fact[1] in facts for fact in facts)
+    return closing(goal, contradicts, "no hypotheses contradict each other")
 
 
 def _trivial(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:

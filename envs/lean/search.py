@@ -76,9 +76,9 @@ def prove(goal: ProofGoal) -> tuple[str, ...] | None:
     """Return tactics that prove a goal; None where the search finds none."""
     effort = [EFFORT]
     for depth in range(1, DEPTH + 1):
-        found = _prove(goal, depth, effort)
-        if found is not None or effort[0] <= 0:
-            return found
+        proof = _prove(goal, depth, effort)
+        if proof is not None or effort[0] <= 0:
+            return proof
     return None
 
 

@@ -37,15 +37,15 @@ class Unreadable(ValueError):
 
 
 def split_tokens(text: str) -> list[str]:
-    found, at = [], 0
+    tokens, at = [], 0
     text = text.strip()
     while at < len(text):
         match = TOKEN.match(text, at)
         if match is None:
             raise Unreadable(f"{text[at : at + 12]!r} is not in the fragment")
-        found.append(ASCII.get(match[1], match[1]))
+        tokens.append(ASCII.get(match[1], match[1]))
         at = match.end()
-    return found
+    return tokens
 
 
 class Parser:
@@ -133,10 +133,10 @@ class Parser:
         return body
 
     def _tight(self) -> Expr:
-        found = self._closed()
+        term = self._closed()
         while self.took("."):
-            found = ("proj", found, self.take())
-        return found
+            term = ("proj", term, self.take())
+        return term
 
     def _closed(self) -> Expr:
         token = self.take()
@@ -166,9 +166,9 @@ class Parser:
 @lru_cache(maxsize=1 << 14)
 def parse_formula(text: str) -> Expr:
     parser = Parser(text)
-    found = parser.expression()
+    expression = parser.expression()
     parser.end()
-    return found
+    return expression
 
 
 def format_formula(expr: Expr, least: int = 0) -> str:
@@ -203,7 +203,7 @@ def _inside(expr: Expr) -> Iterator[Expr]:
 
 
 def substitute(expr: Expr, name: str, by: Expr) -> Expr:
-    """`by` in place of the variable `name`; Unreadable where an ∃ inside would capture a name of `by`."""
+    """Return an expression with `by` for `name`; Unreadable where an ∃ inside would capture a name of `by`."""
     kind = expr[0]
     if kind == "name":
         return by if expr[1] == name else expr

@@ -44,12 +44,12 @@ class ProofGoal(NamedTuple):
         """Return the goal as Lean prints it: neighbours of one type on one line."""
         lines: list[tuple[str, str]] = []
         for name, kind in self.context:
-            told = "List Nat" if kind == ("name", "List") else format_formula(kind)
-            if lines and lines[-1][1] == told:
-                lines[-1] = (f"{lines[-1][0]} {name}", told)
+            shown = "List Nat" if kind == ("name", "List") else format_formula(kind)
+            if lines and lines[-1][1] == shown:
+                lines[-1] = (f"{lines[-1][0]} {name}", shown)
             else:
-                lines.append((name, told))
-        return "\n".join([*(f"{names} : {told}" for names, told in lines), f"⊢ {format_formula(self.target)}"])
+                lines.append((name, shown))
+        return "\n".join([*(f"{names} : {shown}" for names, shown in lines), f"⊢ {format_formula(self.target)}"])
 
 
 Goals = tuple[ProofGoal, ...]
@@ -60,13 +60,13 @@ def first_goal(binders: tuple[str, ...], statement: str) -> Goals:
     goal = ProofGoal((), TRUE)
     for binder in binders:
         names, _, kind = binder.partition(" : ")
-        told = ("name", "List") if kind == "List Nat" else ("name", kind) if kind in SORTS else parse_formula(kind)
-        goal = goal.having(*((name, told) for name in names.split()))
+        parsed = ("name", "List") if kind == "List Nat" else ("name", kind) if kind in SORTS else parse_formula(kind)
+        goal = goal.having(*((name, parsed) for name in names.split()))
     return (goal._replace(target=parse_formula(statement)),)
 
 
 def sort_of(expr: Expr, goal: ProofGoal) -> str:
-    """Prop, Nat or List; Unreadable where the expression has no sort here."""
+    """Return Prop, Nat or List; Unreadable where the expression has no sort here."""
     kind = expr[0]
     if expr in (TRUE, FALSE):
         return "Prop"
@@ -96,7 +96,7 @@ def sort_of(expr: Expr, goal: ProofGoal) -> str:
 
 
 def unfold(formula: Expr) -> Expr:
-    """¬A as A → False and a ≠ b as a = b → False, at the top."""
+    """Return ¬A as A → False and a ≠ b as a = b → False, at the top."""
     if formula[0] == "not":
         return ("bin", "→", formula[1], FALSE)
     if formula[0] == "bin" and formula[1] == "≠":
@@ -140,10 +140,10 @@ def infer(term: Expr, goal: ProofGoal) -> Expr:
     if kind == "name":
         if term[1] == "trivial":
             return TRUE
-        found = goal.kind(term[1])
-        if found[1] in SORTS:
+        statement = goal.kind(term[1])
+        if statement[1] in SORTS:
             raise Rejected(f"{term[1]} is no proof")
-        return found
+        return statement
     if kind == "proj":
         if term == ("proj", TRUE, "intro"):
             return TRUE
@@ -154,10 +154,10 @@ def infer(term: Expr, goal: ProofGoal) -> Expr:
             raise Rejected(f".{term[2]} does not fit here")
         return sides[which[term[2]]]
     if kind == "app":
-        found, holes = _applied(term, goal)
+        statement, holes = _applied(term, goal)
         if holes:
             raise Rejected("?_ cannot stand here")
-        return found
+        return statement
     raise Unreadable("write out what this proves, or give it where its type is known")
 
 
@@ -214,17 +214,17 @@ def check_term(term: Expr, goal: ProofGoal) -> list[ProofGoal]:
 
 
 def _applied(term: Expr, goal: ProofGoal) -> tuple[Expr, list[ProofGoal]]:
-    """`infer` for an application whose arguments may have holes."""
+    """Return `infer` of an application whose arguments may have holes."""
     if term[0] != "app":
         return infer(term, goal), []
-    found, holes = infer(term[1], goal), []
+    statement, holes = infer(term[1], goal), []
     for argument in term[2]:
-        found = unfold(found)
-        if found[0] != "bin" or found[1] != "→":
-            raise Rejected(f"{format_formula(found)} is no implication")
-        holes += check_term(argument, goal._replace(target=found[2]))
-        found = found[3]
-    return found, holes
+        statement = unfold(statement)
+        if statement[0] != "bin" or statement[1] != "→":
+            raise Rejected(f"{format_formula(statement)} is no implication")
+        holes += check_term(argument, goal._replace(target=statement[2]))
+        statement = statement[3]
+    return statement, holes
 
 
 def tupled(items: tuple[Expr, ...], goal: ProofGoal) -> list[ProofGoal]:

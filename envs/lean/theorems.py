@@ -65,12 +65,12 @@ class Theorem(NamedTuple):
 
     @property
     def header(self) -> str:
-        """The theorem in Lean's own form, up to the proof."""
+        """Return the theorem in Lean's own form, up to the proof."""
         return " ".join(["theorem t", *(f"({binder})" for binder in self.binders), ":", self.statement])
 
     @property
     def goal(self) -> str:
-        """The first goal as Lean prints it."""
+        """Return the first goal as Lean prints it."""
         if self.in_fragment:
             return first_goal(self.binders, self.statement)[0].show()
         return "\n".join([*self.binders, f"⊢ {self.statement}"])
@@ -120,11 +120,11 @@ def logic(rng: np.random.Generator) -> Theorem:
     )
 
 
-def _told(binders: tuple[str, ...], statement: str, *proof: str) -> Theorem:
+def _stated(binders: tuple[str, ...], statement: str, *proof: str) -> Theorem:
     """Return a theorem whose words are those of its statement and of the hypotheses among the binders."""
     known = [formula_in_words(parse_formula(b.partition(" : ")[2])) for b in binders if b.startswith("h")]
-    told = formula_in_words(parse_formula(statement))
-    return Theorem(binders, statement, f"given {' and '.join(known)}, {told}" if known else told, proof)
+    words = formula_in_words(parse_formula(statement))
+    return Theorem(binders, statement, f"given {' and '.join(known)}, {words}" if known else words, proof)
 
 
 def arithmetic(rng: np.random.Generator) -> Theorem:
@@ -132,27 +132,27 @@ def arithmetic(rng: np.random.Generator) -> Theorem:
     m, n = a + 1, a * b + c
     k = int(rng.integers(2, 8))
     made: tuple[Callable[[], Theorem], ...] = (
-        lambda: _told(("x y : Nat", f"h : x + {a} = y"), f"x + {a + b} = y + {b}", "omega"),
-        lambda: _told(("x y : Nat", f"h1 : x < y + {a}", f"h2 : y < {b}"), f"x < {a + b}", "omega"),
-        lambda: _told(("x y : Nat",), f"x ≤ y → x + {a} ≤ y + {a + b}", "intro h", "omega"),
-        lambda: _told((), f"∃ x : Nat, x + {a} = {a + n}", f"refine ⟨{n}, ?_⟩", "rfl"),
-        lambda: _told((), f"∃ x : Nat, {m} * x + {b} = {m * k + b}", f"refine ⟨{k}, ?_⟩", "rfl"),
-        lambda: _told(("x : Nat",), f"∃ y : Nat, y = x + {n}", f"refine ⟨x + {n}, ?_⟩", "rfl"),
-        lambda: _told(("x : Nat", f"h : x = {n}"), f"∃ y : Nat, x + y = {n + k}", f"refine ⟨{k}, ?_⟩", "omega"),
-        lambda: _told(
+        lambda: _stated(("x y : Nat", f"h : x + {a} = y"), f"x + {a + b} = y + {b}", "omega"),
+        lambda: _stated(("x y : Nat", f"h1 : x < y + {a}", f"h2 : y < {b}"), f"x < {a + b}", "omega"),
+        lambda: _stated(("x y : Nat",), f"x ≤ y → x + {a} ≤ y + {a + b}", "intro h", "omega"),
+        lambda: _stated((), f"∃ x : Nat, x + {a} = {a + n}", f"refine ⟨{n}, ?_⟩", "rfl"),
+        lambda: _stated((), f"∃ x : Nat, {m} * x + {b} = {m * k + b}", f"refine ⟨{k}, ?_⟩", "rfl"),
+        lambda: _stated(("x : Nat",), f"∃ y : Nat, y = x + {n}", f"refine ⟨x + {n}, ?_⟩", "rfl"),
+        lambda: _stated(("x : Nat", f"h : x = {n}"), f"∃ y : Nat, x + y = {n + k}", f"refine ⟨{k}, ?_⟩", "omega"),
+        lambda: _stated(
             ("x : Nat", f"h : x < {a} ∨ x < {a + b}"), f"x < {a + b + c}",
             "rcases h with h1 | h2", "omega", "omega",
         ),
-        lambda: _told(
+        lambda: _stated(
             ("x y : Nat", f"h : x + y = {n} ∧ x = {c}"), f"y = {n - c} ∧ x ≤ {c + d}",
             "obtain ⟨h1, h2⟩ := h", "constructor", "omega", "omega",
         ),
-        lambda: _told(
+        lambda: _stated(
             ("x : Nat", f"h : ∃ y : Nat, x = {2 * k} * y + {2 * a}"), "∃ z : Nat, x = 2 * z",
             "obtain ⟨y, hy⟩ := h", f"refine ⟨{k} * y + {a}, ?_⟩", "omega",
         ),
-        lambda: _told((), f"{a} + {b} = {a + b} ∧ {c} < {c + d}", "constructor", "rfl", "decide"),
-        lambda: _told((), f"¬{a + b} < {b}", "decide"),
+        lambda: _stated((), f"{a} + {b} = {a + b} ∧ {c} < {c + d}", "constructor", "rfl", "decide"),
+        lambda: _stated((), f"¬{a + b} < {b}", "decide"),
     )  # fmt: skip
     return made[int(rng.integers(len(made)))]()
 
@@ -161,19 +161,19 @@ def lists(rng: np.random.Generator) -> Theorem:
     front, back = ([int(n) for n in rng.integers(10, size=int(rng.integers(1, 4)))] for _ in range(2))
     whole, half = front + back, len(front)
     made: tuple[Callable[[], Theorem], ...] = (
-        lambda: _told((), f"∃ xs : List Nat, xs ++ {back} = {whole}", f"refine ⟨{front}, ?_⟩", "rfl"),
-        lambda: _told((), f"∃ xs : List Nat, {front} ++ xs = {whole}", f"refine ⟨{back}, ?_⟩", "rfl"),
-        lambda: _told((), f"∃ xs : List Nat, xs.reverse = {whole}", f"refine ⟨{whole[::-1]}, ?_⟩", "rfl"),
-        lambda: _told((), f"∃ x : Nat, ({front} ++ {back}).length = x", f"refine ⟨{len(whole)}, ?_⟩", "rfl"),
-        lambda: _told((), f"({front} ++ {back}).length = {len(whole)} ∧ {half} ≤ {len(whole)}",
+        lambda: _stated((), f"∃ xs : List Nat, xs ++ {back} = {whole}", f"refine ⟨{front}, ?_⟩", "rfl"),
+        lambda: _stated((), f"∃ xs : List Nat, {front} ++ xs = {whole}", f"refine ⟨{back}, ?_⟩", "rfl"),
+        lambda: _stated((), f"∃ xs : List Nat, xs.reverse = {whole}", f"refine ⟨{whole[::-1]}, ?_⟩", "rfl"),
+        lambda: _stated((), f"∃ x : Nat, ({front} ++ {back}).length = x", f"refine ⟨{len(whole)}, ?_⟩", "rfl"),
+        lambda: _stated((), f"({front} ++ {back}).length = {len(whole)} ∧ {half} ≤ {len(whole)}",
                       "constructor", "rfl", "decide"),
-        lambda: _told((), f"({front} ++ {back}).reverse = {whole[::-1]}", "rfl"),
+        lambda: _stated((), f"({front} ++ {back}).reverse = {whole[::-1]}", "rfl"),
     )  # fmt: skip
     return made[int(rng.integers(len(made)))]()
 
 
 def library(rng: np.random.Generator) -> Theorem:
-    """Statements about all numbers or lists."""
+    """Return statements about all numbers or lists."""
     a, b = (int(n) for n in rng.integers(1, 10, size=2))
     x, y = [("a", "b"), ("m", "n"), ("x", "y"), ("i", "j")][int(rng.integers(4))]
     numbers, two = (f"{x} {y} : Nat",), ("xs ys : List Nat",)

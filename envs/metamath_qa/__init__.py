@@ -85,7 +85,7 @@ class MetaMathQA(TextEnv):
         self.max_turns = self.attempts = attempts
         self.config = (path, 0 if path == EMBEDDED else rows)
         if path != EMBEDDED:
-            problems_of(*self.config)  # what cannot be read is said at once
+            problems_of(*self.config)  # report unreadable files at once
 
     @classmethod
     def draw(cls, config: tuple[str, int], rng: np.random.Generator) -> Iterator[Problem]:
@@ -112,16 +112,16 @@ class MetaMathQA(TextEnv):
         self.wrong, self.solved = 0, False
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        given, reward = answer_in(action), 0.0
-        played = given is not None and not self._over()
-        if given is not None and played:
-            if is_right(given, self.level.answer):
+        response, reward = answer_in(action), 0.0
+        played = response is not None and not self._over()
+        if response is not None and played:
+            if is_right(response, self.level.answer):
                 reward, self.solved = 0.5**self.wrong, True
             else:
                 self.wrong += 1
         info = {
             "success": self.solved,
-            "action_is_valid": given is not None,
+            "action_is_valid": response is not None,
             "action_is_effective": played,
             "failure": "attempts" if self._over() and not self.solved else "",
         }
@@ -187,24 +187,24 @@ def answer_in(action: str) -> str | None:
     if len(action) > LONGEST_ANSWER:
         return None
     boxed = last_boxed(action)
-    given = (SAID.split(action)[-1] if boxed is None else boxed).strip().rstrip(".").strip()
-    return given or None
+    response = (SAID.split(action)[-1] if boxed is None else boxed).strip().rstrip(".").strip()
+    return response or None
 
 
 @lru_cache(maxsize=1 << 14)
-def is_right(given: str, answer: str) -> bool:
+def is_right(response: str, answer: str) -> bool:
     """Return whether an answer is the reference, with nothing left to work out; math-verify judges variables.
 
-    math-verify works out everything: asked about numbers, it would accept the question 2^3 + 4^2 as its own answer.
+    math-verify evaluates everything: for numbers it would accept the question 2^3 + 4^2 as its own answer.
     """
-    if len(given) > LONGEST_ANSWER:
+    if len(response) > LONGEST_ANSWER:
         return False
-    if same_text(given, answer):
+    if same_text(response, answer):
         return True
     if not has_variables(answer):
-        return is_written_out(given, answer)
+        return is_written_out(response, answer)
     with _LOCK:
-        return _judge(os.getpid()).equal(given, answer)
+        return _judge(os.getpid()).equal(response, answer)
 
 
 @lru_cache

@@ -173,7 +173,7 @@ def _quotient(top: Node, bottom: Node) -> Node:
 
 
 def _term(sign: int, above: tuple[Any, ...], below: tuple[Any, ...]) -> Node:
-    """In order; a sum over whole numbers is a sum of fractions."""
+    """Return a term with its factors in order; a sum over whole numbers is a sum of fractions."""
     if below and all(isinstance(factor, int) for factor in below) and (terms := _terms_of(above)):
         return _sum([_term(sign * s, () if a == (1,) else a, b + below) for s, a, b in terms])
     return sign, _in_order(above), _in_order(below)
@@ -186,7 +186,7 @@ def _terms_of(factors: tuple[Any, ...]) -> tuple[Node, ...]:
 
 
 def _sum(terms: list[Node]) -> Node:
-    """In order, the first with a plus; brackets around a sum that is a term are left out."""
+    """Return a sum with its terms in order, the first with a plus; brackets around a sum as a term are left out."""
     flat: list[Node] = []
     for sign, above, below in terms:
         inner = () if below else _terms_of(above)
@@ -230,10 +230,10 @@ def _gathered(factors: tuple[Any, ...]) -> tuple[int, list[Any]]:
 def value_of(node: Node) -> Fraction | float | None:
     """Return the value, exact without roots and constants; None where it is not a real number, or is too large."""
     try:
-        found = _value(node)
+        value = _value(node)
     except (ArithmeticError, ValueError, TypeError, _NoExpression):
         return None
-    return found if isinstance(found, Fraction) or math.isfinite(found) else None
+    return value if isinstance(value, Fraction) or math.isfinite(value) else None
 
 
 def _value(node: Node) -> Fraction | float:

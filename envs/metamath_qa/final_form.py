@@ -35,40 +35,40 @@ def has_variables(answer: str) -> bool:
     return any(map(str.isalpha, text)) and " base " not in as_text(plain_spelling(answer))
 
 
-def is_written_out(given: str, answer: str) -> bool:
+def is_written_out(response: str, answer: str) -> bool:
     """Return whether an answer is the reference, with nothing left to work out.
 
     >>> [is_written_out(given, "12") for given in ("x = 12 cm", "5 + 7", "5 + 7 = 12", "5 + 6 = 12", "12 dozen")]
     [True, False, True, False, False]
     """
-    return _same(_both_signs(plain_spelling(given)), _both_signs(plain_spelling(_right_side(answer))))
+    return _same(_both_signs(plain_spelling(response)), _both_signs(plain_spelling(_right_side(answer))))
 
 
-def _same(given: str, answer: str) -> bool:
-    """For plain texts. Before the last equals sign is nothing but names and what has the same value."""
+def _same(response: str, answer: str) -> bool:
+    """Return whether two plain texts are equal; before the last equals sign only names and equal values may be."""
     answer, words = _without_words(answer)
-    wanted, (rest, unit) = usual_number(answer), split_unit(answer)
+    expected, (rest, unit) = usual_number(answer), split_unit(answer)
     expression = parse_value(rest)
-    if wanted is None and expression is None:
-        return _same_parts(given, answer)
-    *before, given = equation(given)
-    if words and given.casefold().endswith(words.casefold()):
-        given, words = given[: -len(words)].rstrip(), ""
-    found, worth = usual_number(given), wanted or _worth(expression)
+    if expected is None and expression is None:
+        return _same_parts(response, answer)
+    *before, response = equation(response)
+    if words and response.casefold().endswith(words.casefold()):
+        response, words = response[: -len(words)].rstrip(), ""
+    number, worth = usual_number(response), expected or _worth(expression)
     if not all(names_variable(side) or _is_worth(side, worth) for side in before):
         return False
-    if worth is not None and found is not None:
-        return agree(found.unit, words or worth.unit or unit) and _is_reduced(found, worth) and is_near(found, worth)
-    if wanted is not None or expression is None:
+    if worth is not None and number is not None:
+        return agree(number.unit, words or worth.unit or unit) and _is_reduced(number, worth) and is_near(number, worth)
+    if expected is not None or expression is None:
         return False
-    given, ours = split_unit(given)
-    return agree(ours, words or unit) and parse_value(given) in (expression, worked_out(expression))
+    response, ours = split_unit(response)
+    return agree(ours, words or unit) and parse_value(response) in (expression, worked_out(expression))
 
 
 def usual_number(text: str) -> Number | None:
     """Return the number that is all of a plain text, in its usual form: not 12e3."""
-    found = any_number(text)
-    return found if found is not None and found.normal else None
+    number = any_number(text)
+    return number if number is not None and number.normal else None
 
 
 def _without_words(answer: str) -> tuple[str, str]:
@@ -90,16 +90,19 @@ def _worth(expression: Node | None) -> Number | None:
     return Number(Fraction(known), Fraction(0), error=Fraction(0) if exact else abs(Fraction(known)) / 10**14)
 
 
-def _same_parts(given: str, answer: str) -> bool:
-    """For plain texts that are neither numbers nor expressions; a list without brackets may be in any order."""
+def _same_parts(response: str, answer: str) -> bool:
+    """Return whether two plain texts are equal that are neither numbers nor expressions.
+
+    A list without brackets may be in any order.
+    """
     theirs = parts(answer)
     if theirs is None or theirs[0]:  # else each part may be an equation
-        *before, given = equation(given)
+        *before, response = equation(response)
         if not all(names_variable(side.strip("()").replace(",", "")) for side in before):
             return False
-    ours = parts(given)
+    ours = parts(response)
     if theirs is None:
-        return as_text(given) in (as_text(answer), as_text(answer).partition(" base ")[0])
+        return as_text(response) in (as_text(answer), as_text(answer).partition(" base ")[0])
     if ours is None or ours[:2] != theirs[:2]:
         return False
     left, ordered = list(ours[2]), theirs[0] or ":" in theirs[1]
@@ -122,12 +125,12 @@ def _both_signs(text: str) -> str:
     return f"{PLUS_MINUS.sub('+', text)}, {PLUS_MINUS.sub('-', text)}" if PLUS_MINUS.search(text) else text
 
 
-def _is_reduced(found: Number, wanted: Number) -> bool:
+def _is_reduced(number: Number, expected: Number) -> bool:
     """Return whether a fraction is in lowest terms, or written as the reference is."""
-    return found.parts is None or found.parts == wanted.parts or (found.parts[1] > 1 and gcd(*found.parts) == 1)
+    return number.parts is None or number.parts == expected.parts or (number.parts[1] > 1 and gcd(*number.parts) == 1)
 
 
-def _is_worth(side: str, wanted: Number | None) -> bool:
+def _is_worth(side: str, expected: Number | None) -> bool:
     """Return whether another side of the equation has the value of the answer."""
-    found = usual_number(side) or _worth(parse_value(side))
-    return found is not None and wanted is not None and is_near(found, wanted)
+    number = usual_number(side) or _worth(parse_value(side))
+    return number is not None and expected is not None and is_near(number, expected)

@@ -36,7 +36,7 @@ class Parameters:
         self.thing = THINGS[int(rng.integers(len(THINGS)))]
 
     def __call__(self, low: int, high: int) -> int:
-        """A whole number from `low` to `high`, both included."""
+        """Return a whole number from `low` to `high`, both included."""
         return int(self.rng.integers(low, high + 1))
 
 
@@ -190,27 +190,27 @@ def rectangle(p: Parameters) -> Drawn:
 def common_divisor(p: Parameters) -> Drawn:
     shared, one = p(2, 15), p(2, 12)
     first, second = shared * one, shared * (one + p(1, 9))
-    found = math.gcd(first, second)
+    divisor = math.gcd(first, second)
     return Drawn(
         (
             f"What is the greatest common divisor of {first} and {second}?",
             f"Find the largest whole number that divides both {first} and {second}.",
         ),
-        f"{first} / {found} = {first // found}, {second} / {found} = {second // found}, divisor {found}",
-        str(found),
+        f"{first} / {divisor} = {first // divisor}, {second} / {divisor} = {second // divisor}, divisor {divisor}",
+        str(divisor),
     )
 
 
 def common_multiple(p: Parameters) -> Drawn:
     first, second = p(4, 30), p(4, 30)
-    shared, found = math.gcd(first, second), math.lcm(first, second)
+    shared, multiple = math.gcd(first, second), math.lcm(first, second)
     return Drawn(
         (
             f"What is the least common multiple of {first} and {second}?",
             f"Find the smallest positive number that both {first} and {second} divide.",
         ),
-        f"{first} / {shared} = {first // shared}, {first // shared} * {second} = {found}",
-        str(found),
+        f"{first} / {shared} = {first // shared}, {first // shared} * {second} = {multiple}",
+        str(multiple),
     )
 
 
@@ -231,7 +231,7 @@ def remainder(p: Parameters) -> Drawn:
 
 def sequence(p: Parameters) -> Drawn:
     first, step, place = p(1, 30), p(2, 15), p(8, 40)
-    found = first + (place - 1) * step
+    term = first + (place - 1) * step
     return Drawn(
         (
             f"A sequence starts {first}, {first + step}, {first + 2 * step} and goes on by equal steps. What is term "
@@ -240,8 +240,8 @@ def sequence(p: Parameters) -> Drawn:
             f"{place}.",
         ),
         f"{place} - 1 = {place - 1}, {place - 1} * {step} = {(place - 1) * step}, "
-        f"{first} + {(place - 1) * step} = {found}",
-        str(found),
+        f"{first} + {(place - 1) * step} = {term}",
+        str(term),
     )
 
 
@@ -278,7 +278,7 @@ def handshakes(p: Parameters) -> Drawn:
 def chance(p: Parameters) -> Drawn:
     red, blue, green = p(1, 20), p(1, 20), p(1, 20)
     total = red + blue + green
-    found = Fraction(red, total)
+    probability = Fraction(red, total)
     return Drawn(
         (
             f"A bag holds {red} red, {blue} blue and {green} green balls. One is drawn at random. What is the "
@@ -286,8 +286,8 @@ def chance(p: Parameters) -> Drawn:
             f"Of {red} red, {blue} blue and {green} green balls one is taken blindly. How likely is a red one, as a "
             "fraction?",
         ),
-        f"{red} + {blue} + {green} = {total}, {red} / {total} = {found}",
-        str(found),
+        f"{red} + {blue} + {green} = {total}, {red} / {total} = {probability}",
+        str(probability),
     )
 
 

@@ -92,7 +92,7 @@ class SearchQA(TextEnv):
         self.retriever = Retriever(retriever, timeout) if retriever else None
         self.slow, self.deterministic = bool(retriever), not retriever
         self.config = path
-        if path != EMBEDDED:  # a folder that cannot be read is said at once
+        if path != EMBEDDED:  # report an unreadable folder at once
             questions_of(path)
             if self.retriever is None:
                 library_of(path)
@@ -121,45 +121,45 @@ class SearchQA(TextEnv):
         self.level = level
         self.results: tuple[Article, ...] | None = None  # of the last search, as far as they were shown
         self.seen: frozenset[Article] = frozenset()
-        self.asked: frozenset[str] = frozenset()  # for the expert, who does not repeat a search that did not help
-        self.given: str | None = None
+        self.queries: frozenset[str] = frozenset()  # for the expert, who does not repeat a search that did not help
+        self.answer: str | None = None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         gain, before, read = 0.0, len(self.seen), read_action(action)
-        finishes = read is not None and read[0] == "finish" and self.given is None
-        if read is not None and self.given is None:
+        finishes = read is not None and read[0] == "finish" and self.answer is None
+        if read is not None and self.answer is None:
             if finishes:
-                self.given = read[1]
-                gain = reward(self.given, self.level.answer)
+                self.answer = read[1]
+                gain = reward(self.answer, self.level.answer)
             else:
                 self.search(read[1])
-        right = self.given is not None and exact_match(self.given, self.level.answer)
+        right = self.answer is not None and exact_match(self.answer, self.level.answer)
         info = {
             "success": right,
             "action_is_valid": read is not None,
             "action_is_effective": finishes or len(self.seen) > before,
-            "failure": "" if right or self.given is None else "wrong answer",
-            "f1": f1(self.given or "", self.level.answer),
+            "failure": "" if right or self.answer is None else "wrong answer",
+            "f1": f1(self.answer or "", self.level.answer),
         }
-        return self.observe(), gain, self.given is not None, False, info
+        return self.observe(), gain, self.answer is not None, False, info
 
     def search(self, query: str) -> None:
         """Show the articles that answer a query."""
         if self.retriever is not None:
-            found = self.retriever.search(query, self.top_k)
+            articles = self.retriever.search(query, self.top_k)
         else:
             library = synthetic_library() if self.path == EMBEDDED else library_of(self.path)
-            found = library.search(query, self.top_k)
+            articles = library.search(query, self.top_k)
         self.results = self._cut(
-            [(title_shown(title), clean_article(text[: self.characters])) for title, text in found]
+            [(title_shown(title), clean_article(text[: self.characters])) for title, text in articles]
         )
         self.seen |= set(self.results)
-        self.asked |= {query}
+        self.queries |= {query}
 
     # -- text ------------------------------------------------------------------------------------------------------
 
     def observe(self) -> str:
-        if self.given is not None:
+        if self.answer is not None:
             return f"Question: {self.level.question}\nAnswered."
         question = f"Question: {self.level.question}"
         if self.results is None:
@@ -191,20 +191,20 @@ class SearchQA(TextEnv):
 
     def state_key(self) -> str:
         """Return what was answered, or all that has been shown of articles: it is what later searches may add to."""
-        if self.given is not None:
-            return f"{self.level.question}\nanswered {self.given}"
+        if self.answer is not None:
+            return f"{self.level.question}\nanswered {self.answer}"
         return "\n".join([self.level.question, *sorted(f"{title}: {text}" for title, text in self.seen)])
 
     # -- players ---------------------------------------------------------------------------------------------------
 
-    def _found(self) -> list[Hop]:
+    def _shown_hops(self) -> list[Hop]:
         """Return the hops whose facts stand in what has been shown: the rest of a long article was cut off."""
         return [hop for hop in self.level.hops if any(states(article, hop) for article in self.seen)]
 
     def _next_hop(self) -> Hop | None:
         """Return the first article on the way whose fact was not shown and that was not searched for."""
-        found = self._found()
-        return next((h for h in self.level.hops if h not in found and query_of(h.title) not in self.asked), None)
+        hops = self._shown_hops()
+        return next((h for h in self.level.hops if h not in hops and query_of(h.title) not in self.queries), None)
 
     def expert(self) -> str:
         """Search the articles on the way one after the other, then give the answer, which the data contain."""
@@ -225,15 +225,17 @@ class SearchQA(TextEnv):
 
     def thought(self) -> str:
         """Return what the articles have said so far, and what is missing, where that follows from what they said."""
-        found, hop = self._found(), self._next_hop()
-        said = [clean_article(each.fact) for each in found if each.fact]
+        hops, hop = self._shown_hops(), self._next_hop()
+        sentences = [clean_article(each.fact) for each in hops if each.fact]
         before = self.level.hops if hop is None else self.level.hops[: self.level.hops.index(hop)]
-        if all(each in found for each in before):
+        if all(each in hops for each in before):
             if self.style == "compact":
-                said.append("Enough." if hop is None else f"Missing: {query_of(hop.title)}.")
+                sentences.append("Enough." if hop is None else f"Missing: {query_of(hop.title)}.")
             else:
-                said.append("That is enough to answer." if hop is None else f"Next I look up {query_of(hop.title)}.")
-        return " ".join(said)
+                sentences.append(
+                    "That is enough to answer." if hop is None else f"Next I look up {query_of(hop.title)}."
+                )
+        return " ".join(sentences)
 
 
 def read_action(action: str) -> tuple[str, str] | None:

@@ -114,13 +114,15 @@ def _hops(row: dict[str, Any], paragraphs: dict[str, str]) -> list[list[str]]:
     """Return the supporting articles with their supporting sentences; those named in the question come first."""
     context, facts = row["context"] or {"title": [], "sentences": []}, row["supporting_facts"]
     sentences = dict(zip(context["title"], context["sentences"], strict=False))
-    found: dict[str, list[str]] = {}
+    facts_of: dict[str, list[str]] = {}
     for title, number in zip(facts["title"], facts["sent_id"], strict=False) if facts else ():
         of_title = sentences.get(title, [])
-        found.setdefault(clean_article(title), []).extend(of_title[number : number + 1] if number >= 0 else [])
+        facts_of.setdefault(clean_article(title), []).extend(of_title[number : number + 1] if number >= 0 else [])
     question = str(row["question"]).lower()
-    order = sorted((title for title in found if title in paragraphs), key=lambda title: title.lower() not in question)
-    return [[title, clean_article("".join(found[title]))[:LONGEST_FACT]] for title in order[:MOST_HOPS]]
+    order = sorted(
+        (title for title in facts_of if title in paragraphs), key=lambda title: title.lower() not in question
+    )
+    return [[title, clean_article("".join(facts_of[title]))[:LONGEST_FACT]] for title in order[:MOST_HOPS]]
 
 
 if __name__ == "__main__":

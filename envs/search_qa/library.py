@@ -19,7 +19,7 @@ TITLE_WEIGHT = 3  # a title counts as if it stood in the text so many times
 
 
 class JsonLines:
-    """The lines of a .jsonl file, read from the disk when they are asked for."""
+    """The lines of a .jsonl file, read from the disk when they are needed."""
 
     def __init__(self, path: Path) -> None:
         self.offsets = np.load(path.with_suffix(".offsets.npy"), mmap_mode="r")
@@ -56,8 +56,8 @@ class Library:
             return []
         scores = np.asarray(self.index.get_scores(words))
         least = np.partition(scores, -k)[-k] if k < len(scores) else 0.0
-        found = np.flatnonzero((scores >= least) & (scores > 0))
-        best = found[np.argsort(-scores[found], kind="stable")][:k]
+        places = np.flatnonzero((scores >= least) & (scores > 0))
+        best = places[np.argsort(-scores[places], kind="stable")][:k]
         articles = [self.articles[int(number)] for number in best]
         return [(title, text) for title, text in articles]
 

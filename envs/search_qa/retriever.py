@@ -1,4 +1,4 @@
-"""How is a search server asked?  One POST with a deadline; whatever it answers, a list of articles or a clear error."""
+"""How does a search server get a query?  By a POST with a deadline: it returns a list of articles or a clear error."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ def normalised(answer: str) -> str:
     return " ".join(ARTICLES.sub(" ", plain).split())
 
 
-def exact_match(given: str, answer: str) -> bool:
-    return normalised(given) == normalised(answer)
+def exact_match(response: str, answer: str) -> bool:
+    return normalised(response) == normalised(answer)
 
 
-def f1(given: str, answer: str) -> float:
+def f1(response: str, answer: str) -> float:
     """Return the harmonic mean of precision and recall over words (arXiv 1606.05250, section 6.1)."""
-    one, other = normalised(given), normalised(answer)
+    one, other = normalised(response), normalised(answer)
     if one != other and (one in CLOSED or other in CLOSED):
         return 0.0
     words, gold = one.split(), other.split()
@@ -32,9 +32,9 @@ def f1(given: str, answer: str) -> float:
     return 2 * shared / (len(words) + len(gold)) if shared else 0.0
 
 
-def reward(given: str, answer: str) -> float:
-    """1 for an exact match, else F1 where it is at least 0.3, else 0."""
-    if exact_match(given, answer):
+def reward(response: str, answer: str) -> float:
+    """Return 1 for an exact match, else F1 where it is at least 0.3, else 0."""
+    if exact_match(response, answer):
         return 1.0
-    value = f1(given, answer)
+    value = f1(response, answer)
     return value if value >= LEAST_F1 else 0.0

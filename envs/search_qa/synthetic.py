@@ -190,11 +190,11 @@ def _names(rng: np.random.Generator) -> dict[str, list[str]]:
 
 def _words(rng: np.random.Generator, count: int) -> list[str]:
     """Return invented words, all different, of two or three syllables."""
-    found: dict[str, None] = {}
-    while len(found) < count:
+    words: dict[str, None] = {}
+    while len(words) < count:
         word = "".join(_one(rng, ONSETS) + _one(rng, VOWELS) for _ in range(int(rng.integers(1, 3))))
-        found[(word + _one(rng, ONSETS) + _one(rng, VOWELS[:5]) + _one(rng, CODAS)).capitalize()] = None
-    return list(found)
+        words[(word + _one(rng, ONSETS) + _one(rng, VOWELS[:5]) + _one(rng, CODAS)).capitalize()] = None
+    return list(words)
 
 
 def _one(rng: np.random.Generator, choices: tuple[str, ...] | list[str]) -> str:

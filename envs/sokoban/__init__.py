@@ -1,4 +1,4 @@
-"""Can the model push the boxes home?  gym-sokoban's rooms, told in text.
+"""Can the model push the boxes home?  gym-sokoban's rooms as text.
 
 A level is a room in letters (`rooms`), chosen by the length of its best solution, or drawn as RAGEN does.
 """
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
+from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_in_words, with_symbols
 from envs.sentences import DIRECTIONS, PLACES, SIDES, at_in_words, listed, way_in_words
 from envs.sokoban.rooms import (
     MOVES,
@@ -225,12 +225,12 @@ class Sokoban(TextEnv):
 
     def _box(self, box: int) -> str:
         """Return where it is, from the player."""
-        return f"Box {steps_told(self._way(self.room.player, box), MOVES)}"
+        return f"Box {steps_in_words(self._way(self.room.player, box), MOVES)}"
 
     def _target(self, box: int) -> str:
         """Return where the nearest target is that has no box, from this box; nothing of a box that is on one."""
         way = self._nearest_target(box)
-        return "" if way is None else f" Target {steps_told(way, MOVES)}"
+        return "" if way is None else f" Target {steps_in_words(way, MOVES)}"
 
     def _nearest_target(self, box: int) -> tuple[int, int] | None:
         """Return the way from a box to its nearest free target; None for a box that is on one, or without any."""
@@ -362,11 +362,11 @@ class Sokoban(TextEnv):
         return -1 if solution is None else len(solution)
 
     def optimal_success(self, horizon: int) -> float:
-        """1 when the best player solves it from here within `horizon` moves, else 0."""
+        """Return 1 when the best player solves it from here within `horizon` moves, else 0."""
         return float(0 <= self.optimal_length() <= horizon)
 
     def render(self) -> Any:
-        """gym-sokoban's pictures with `render_mode="rgb_array"`; the grid with "ansi", whatever the model is shown."""
+        """Return gym-sokoban's picture with `render_mode="rgb_array"`, and the grid with "ansi"."""
         if self.render_mode != "rgb_array":
             return self._grid(" ") if self.render_mode == "ansi" else None
         rows = [

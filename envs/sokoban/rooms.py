@@ -75,7 +75,7 @@ class Room(NamedTuple):
 
     @property
     def deadlocked(self) -> bool:
-        """Whether a box stands in a corner that is not a target: no push can ever free it."""
+        """Return whether a box is in a corner that is not a target: no push can free it."""
         return any(
             (box - self.width in self.walls or box + self.width in self.walls)
             and (box - 1 in self.walls or box + 1 in self.walls)
@@ -136,7 +136,7 @@ def package_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def room_utils() -> ModuleType:
-    """gym-sokoban's level generator, without the package around it."""
+    """Import gym-sokoban's level generator without the package around it."""
     spec = importlib.util.spec_from_file_location("gym_sokoban_room_utils", package_folder() / "room_utils.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -145,10 +145,7 @@ def room_utils() -> ModuleType:
 
 
 def generate_room(config: Rooms, seed: int) -> Room | None:
-    """gym-sokoban's room for a seed below 2**32, solved (boxes on the targets), or None where too little is free.
-
-    It draws from the global generators, which are lent to it and then put back as they were.
-    """
+    """Return gym-sokoban's room for a seed below 2**32, solved (boxes on the targets); None with too little space."""
     with _GENERATOR_LOCK:
         python_state, numpy_state = random.getstate(), np.random.get_state()
         random.seed(seed)
@@ -194,7 +191,7 @@ def displaced(solved: Room, search_depth: int) -> Room | None:
     away, the first with the most (pulls so far) x (distance of the boxes from their targets).
 
     None where no box can be pulled away. Each state is visited once, so the search depends on the order of directions;
-    a box that was pulled is told from one that never was. A state counts if neither box nor player is on a target.
+    a box that was pulled differs from one that never was. A state counts if neither box nor player is on a target.
     """
     free = set(range(max(solved.walls))) - solved.walls
     steps = [solved.offset(direction) for direction in ("Up", "Down", "Left", "Right")]
@@ -225,7 +222,7 @@ def displaced(solved: Room, search_depth: int) -> Room | None:
 
 
 def walked(room: Room, rng: np.random.Generator) -> Room:
-    """RAGEN's last step: with chance .5 (.8 where one push would do) the player walks 1 to 3 steps away."""
+    """Return the room after RAGEN's last move: with chance .5 (.8 one push away) the player walks 1 to 3 cells."""
     push = next(iter(room.boxes)), next(iter(room.targets))
     near = len(room.boxes) == 1 and _distance(*push, room.width) == 1
     if rng.random() >= (0.8 if near else 0.5):

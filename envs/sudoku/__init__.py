@@ -27,7 +27,7 @@ from envs.sudoku.puzzles import (
 
 __all__ = ["Sudoku"]
 
-CLUES = {4: (5, 8), 6: (12, 18), 9: (30, 40)}  # by size, where nothing else is asked for
+CLUES = {4: (5, 8), 6: (12, 18), 9: (30, 40)}  # by size, as default
 CLUES_OF_SEARCH = {6: (8, 11), 9: (30, 40)}  # the same for puzzles that need a guess
 MOST_CLUES_OF_SEARCH = {6: 13, 9: 40}  # with more, fewer than 1 in 300 needs one
 TRIES = 10  # puzzles for one that needs a guess: 1 in 70 does with 6 x 6 cells, 1 in 25 with 9 x 9
@@ -159,9 +159,9 @@ class Sudoku(TextEnv):
             self.board = f"{before[:cell]}{value}{before[cell + 1 :]}"
             right = value == self.level.solution[cell]
             twice = "" if right else self._conflicts(cell, value)
-            told = "right" if right else f"wrong, {value} is in the {twice}" if twice else "wrong"
+            comment = "right" if right else f"wrong, {value} is in the {twice}" if twice else "wrong"
             self.mistakes_left -= not right
-            self.last = f"{place_digit(self.shape.size, cell)} {value} {told}"
+            self.last = f"{place_digit(self.shape.size, cell)} {value} {comment}"
             if self.dense:
                 gained = right - (before[cell] == self.level.solution[cell])
                 reward = RIGHT * gained + CONFLICT * bool(twice) + SOLVED * self._solved
@@ -295,10 +295,10 @@ class Sudoku(TextEnv):
         return f"{single.reason.removesuffix(place)}{words}." if single.reason.endswith(place) else f"{single.reason}."
 
     def cues(self) -> dict[str, tuple[str, ...]]:
-        """All moves that a `single` proves right."""
-        found = {single.cell: single.value for single in singles(self.shape, self._known())}
+        """Return all moves that a `single` proves right."""
+        values = {single.cell: single.value for single in singles(self.shape, self._known())}
         return {
-            "single": tuple(f"{place_digit(self.shape.size, cell)} {value}" for cell, value in sorted(found.items()))
+            "single": tuple(f"{place_digit(self.shape.size, cell)} {value}" for cell, value in sorted(values.items()))
         }
 
     def players(self) -> dict[str, str]:
@@ -313,7 +313,7 @@ class Sudoku(TextEnv):
         return dict(zip(("random", "fitting"), moves, strict=True))
 
     def optimal_success(self, horizon: int) -> float:
-        """1 where the turns suffice for the cells that are not right yet."""
+        """Return 1 where the turns suffice for the cells that are not right yet, else 0."""
         lost = self._over and not self._solved
         return float(not lost and self._known().count(".") <= horizon)
 

@@ -104,8 +104,8 @@ def solve_grid(shape: GridShape, masks: list[int], rng: np.random.Generator | No
     bits = [1 << value for value in range(shape.size) if masks[cell] >> value & 1]
     for bit in bits if rng is None else (bits[k] for k in rng.permutation(len(bits))):
         tried = masks.copy()
-        if assign(tried, cell, bit, shape.peers) and (found := solve_grid(shape, tried, rng)) is not None:
-            return found
+        if assign(tried, cell, bit, shape.peers) and (solved := solve_grid(shape, tried, rng)) is not None:
+            return solved
     return None
 
 
@@ -129,18 +129,18 @@ def grid_text(masks: list[int]) -> str:
 
 
 def candidates(shape: GridShape, grid: str) -> dict[int, int]:
-    """For each empty cell the values that neither its row nor its column nor its box has, as bits."""
+    """Return for each empty cell the values that its row, column and box do not have yet, as bits."""
     used = [0] * len(shape.units)
     for cell, value in enumerate(grid):
         if value != ".":
             for unit in shape.units_of[cell]:
                 used[unit] |= 1 << int(value) - 1
-    found = {}
+    bits = {}
     for cell, value in enumerate(grid):
         if value == ".":
             row, column, box = shape.units_of[cell]
-            found[cell] = shape.full & ~(used[row] | used[column] | used[box])
-    return found
+            bits[cell] = shape.full & ~(used[row] | used[column] | used[box])
+    return bits
 
 
 def singles(shape: GridShape, grid: str) -> Iterator[Single]:
@@ -185,9 +185,9 @@ def full_grid(shape: GridShape, rng: np.random.Generator) -> str:
     masks = [shape.full] * shape.size**2
     for cell, value in enumerate(rng.permutation(shape.size)):
         assign(masks, cell, 1 << int(value), shape.peers)
-    found = solve_grid(shape, masks, rng)
-    assert found is not None  # every first row can be completed
-    return grid_text(found)
+    solved = solve_grid(shape, masks, rng)
+    assert solved is not None  # every first row can be completed
+    return grid_text(solved)
 
 
 def make_puzzle(shape: GridShape, clues: int, rng: np.random.Generator) -> Puzzle | None:
@@ -212,13 +212,7 @@ def make_puzzle(shape: GridShape, clues: int, rng: np.random.Generator) -> Puzzl
 
 @lru_cache(maxsize=1 << 14)
 def puzzle_key(clues: str) -> str:
-    """Equal for two puzzles that differ by the names of the digits and by a symmetry of the grid alone.
-
-    Symmetries are permutations of bands, of stacks, of the rows of a band and of the columns of a stack, and for
-    square boxes the exchange of rows and columns. Clues, rows, columns, boxes, bands, stacks and digits are the nodes
-    of a graph whose colours are refined (Weisfeiler and Leman 1968) until they no longer divide; the key is their
-    history. Two other puzzles may share a key, though hardly ever: then they share a split.
-    """
+    """Return a text that is equal for puzzles that differ only by the names of digits and a symmetry of the grid."""
     shape = shape_of(round(len(clues) ** 0.5))
     size, (high, wide) = shape.size, shape.box
     kinds = ["row" if high == wide or unit < size else "column" for unit in range(2 * size)] + ["box"] * size

@@ -71,8 +71,8 @@ def fold(text: str) -> str:
 
 def search_words(text: str) -> list[str]:
     """Return the words that search goes by, a plural's -s cut off: "Hiking boots, 8" -> hiking boot 8."""
-    found = _WORD.findall(text.lower())
-    return [word[:-1] if len(word) > 3 and word[-1] == "s" and word[-2] != "s" else word for word in found]
+    words = _WORD.findall(text.lower())
+    return [word[:-1] if len(word) > 3 and word[-1] == "s" and word[-2] != "s" else word for word in words]
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class Catalogue:
     notes: str = ""  # what was read and what was left out
     index: Any = None  # bm25s
     places: dict[str, int] = field(default_factory=dict)  # asin -> place in `products`
-    found: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)  # of earlier searches
+    searches: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)  # of earlier searches
 
     def __post_init__(self) -> None:
         import bm25s
@@ -101,13 +101,13 @@ class Catalogue:
         import numpy as np
 
         words = tuple(dict.fromkeys(word for word in search_words(text) if word in self.index.vocab_dict))[:MOST_WORDS]
-        if words not in self.found:
-            if len(self.found) >= 1 << 14:
-                self.found.clear()
+        if words not in self.searches:
+            if len(self.searches) >= 1 << 14:
+                self.searches.clear()
             scores = self.index.get_scores(list(words)) if words else np.zeros(len(self.products))
             order = np.argsort(-scores, kind="stable")[:MOST_RESULTS]
-            self.found[words] = tuple(int(place) for place in order if scores[place] > 0)
-        return self.found[words]
+            self.searches[words] = tuple(int(place) for place in order if scores[place] > 0)
+        return self.searches[words]
 
 
 def searched_text(product: Product) -> str:

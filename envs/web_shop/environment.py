@@ -79,7 +79,7 @@ class WebShop(TextEnv):
         self.config = CatalogueSource("embedded", 0, False)
         if path != "embedded":
             self.config = CatalogueSource(path, rows, human_goals is not False)
-            catalogue(self.config)  # what cannot be read is said at once
+            catalogue(self.config)  # report unreadable files at once
             self.max_turns = 15  # as RAGEN has it for the full catalogue
 
     @classmethod
@@ -94,7 +94,7 @@ class WebShop(TextEnv):
 
     @classmethod
     def split_of(cls, level: Goal) -> str:
-        """Embedded: by hash of the trio of products, so that no other split asks for it; files: see `published`."""
+        """Return the split: embedded goals by a hash of their three products, files as `published` says."""
         return level.split
 
     def begin(self, level: Goal) -> None:
@@ -133,12 +133,12 @@ class WebShop(TextEnv):
         verb, bracket, rest = action.partition("[")
         if len(action) > LONGEST or not bracket or not rest.endswith("]"):
             return None
-        verb, said = verb.strip().lower(), rest[:-1]
+        verb, argument = verb.strip().lower(), rest[:-1]
         if verb == "search" and self.view.page == "search":
-            return View("results", results=self.shop.search(said)) if search_words(said) else None
+            return View("results", results=self.shop.search(argument)) if search_words(argument) else None
         if verb != "click":
             return None
-        return {fold(label): view for label, view in self._links().items()}.get(fold(said))
+        return {fold(label): view for label, view in self._links().items()}.get(fold(argument))
 
     def _links(self) -> dict[str, View]:
         return links(self.shop, self.view, self.per_page)
@@ -205,9 +205,9 @@ class WebShop(TextEnv):
             return f"click[{self.shop.products[item].asin}]"
         return f"click[{NEXT if view.results.index(item) > view.number * self.per_page else BEFORE}]"
 
-    def _click_for(self, wanted: View) -> str:
+    def _click_for(self, target: View) -> str:
         """Return the click that leads to a view; buying where none does."""
-        return next((f"click[{label}]" for label, view in self._links().items() if view == wanted), f"click[{BUY}]")
+        return next((f"click[{label}]" for label, view in self._links().items() if view == target), f"click[{BUY}]")
 
     def _query(self, item: int) -> str:
         """Return the instruction's words, or the title's where those do not find the item on the first three pages."""
@@ -234,15 +234,15 @@ class WebShop(TextEnv):
         if view.page != "results":
             lacking = _lacks(self._score(view)) or "nothing"
             return f"Still missing: {lacking}." if plain else f"Missing: {lacking}."
-        told = []
+        sentences = []
         for item, scored in self._offers():
             lacking = _lacks(scored._replace(options=()))  # a page of results shows no options
             if wins(scored) or lacking:
-                told.append(f"{self.shop.products[item].asin} {f'lacks {lacking}' if lacking else 'fits so far'}")
+                sentences.append(f"{self.shop.products[item].asin} {f'lacks {lacking}' if lacking else 'fits so far'}")
             if wins(scored):
                 break
         nothing = "Nothing on this page fits" if plain else "Missing: a product"
-        return f"{'; '.join(told) or nothing}."
+        return f"{'; '.join(sentences) or nothing}."
 
     def _offers(self) -> list[tuple[int, Score]]:
         """Return the results of this page, and what each is worth with the best choice of options."""
@@ -258,8 +258,8 @@ class WebShop(TextEnv):
         """Return options of the open item that are asked for and not chosen yet."""
         if self.view.page != "item":
             return []
-        wanted = matching_options(self.shop.products[self.view.item], self.level.options)
-        return [each for each in wanted.items() if each not in self.view.chosen]
+        matching = matching_options(self.shop.products[self.view.item], self.level.options)
+        return [each for each in matching.items() if each not in self.view.chosen]
 
 
 @lru_cache(maxsize=4)

@@ -158,17 +158,17 @@ def generate_catalogue() -> Catalogue:
 
 
 def _trio(rng: random.Random, category: str, aisle: Aisle, kind: str, usual: int) -> Iterator[Product]:
-    """Three products with the same attributes and options, each dearer than the one before: the limit decides."""
+    """Return three products with the same attributes and options at three prices: the limit decides."""
     attributes = rng.sample(aisle.attributes, 3)
     options = tuple((name, _some(rng, values)) for name, values in aisle.options.items())
     price = usual * rng.uniform(0.5, 1.0)
     for maker in rng.sample(MAKERS, len(GOALS)):
-        told = rng.sample(attributes, len(attributes))
+        chosen = rng.sample(attributes, len(attributes))
         model = f"{rng.choice(LETTERS)}{rng.choice(LETTERS)}{rng.randrange(10, 100)}"
         stars = rng.randrange(32, 50) / 10
         yield Product(
             asin="",
-            title=f"{', '.join(each.title() for each in (kind, *told))}, {model}",
+            title=f"{', '.join(each.title() for each in (kind, *chosen))}, {model}",
             price=int(price) + rng.choice((0.0, 0.49, 0.95, 0.99)),
             query=kind,
             product_category=(aisle.department, category, kind),
@@ -182,7 +182,7 @@ def _trio(rng: random.Random, category: str, aisle: Aisle, kind: str, usual: int
 
 
 def _some(rng: random.Random, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Three or four of the values, in their order."""
+    """Return three or four of the values, in their order."""
     kept = set(rng.sample(values, min(len(values), rng.choice((3, 4)))))
     return tuple(value for value in values if value in kept)
 
@@ -212,13 +212,13 @@ def limit_above(price: float, more: int) -> float:
 
 def search_text(instruction: str) -> str:
     """Return the words of an instruction that say what is wanted: neither the filling words nor the price."""
-    wanted = instruction.lower().partition(END_OF_INSTRUCTION)[0]
-    words = (word.strip(".,;:!?()\"'") for word in wanted.split())
+    query = instruction.lower().partition(END_OF_INSTRUCTION)[0]
+    words = (word.strip(".,;:!?()\"'") for word in query.split())
     return " ".join(itertools.islice((word for word in words if word and word not in FILLER), 20))
 
 
 def proven(shop: Catalogue, goal: Goal) -> bool:
     """Return whether the goal's own product has reward 1 with the options asked for, and is found early."""
-    wanted = shop.product(goal.asin)
-    bought = purchase_score(wanted, goal, wanted, matching_options(wanted, goal.options))
+    target = shop.product(goal.asin)
+    bought = purchase_score(target, goal, target, matching_options(target, goal.options))
     return wins(bought) and shop.places[goal.asin] in shop.search(search_text(goal.instruction))[:EARLY]

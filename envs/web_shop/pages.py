@@ -31,18 +31,18 @@ def links(shop: Catalogue, view: View, per_page: int) -> dict[str, View]:
     back = {SEARCH: View()}
     if view.page == "results":
         items = page_items(view, view.number, per_page)
-        found = {shop.products[item].asin: view._replace(page="item", item=item) for item in items}
+        by_label = {shop.products[item].asin: view._replace(page="item", item=item) for item in items}
         if view.number > 0:
-            found[BEFORE] = view._replace(number=view.number - 1)
+            by_label[BEFORE] = view._replace(number=view.number - 1)
         if page_items(view, view.number + 1, per_page):
-            found[NEXT] = view._replace(number=view.number + 1)
-        return found | back
+            by_label[NEXT] = view._replace(number=view.number + 1)
+        return by_label | back
     if view.page == "item":
-        found = {label: choose_option(view, name, value) for label, name, value in labels(shop.products[view.item])}
-        found |= {detail: view._replace(page="detail", detail=detail) for detail in DETAILS}
-        found[BUY] = view._replace(page="bought")
-        found[BEFORE] = view._replace(page="results", item=-1, chosen=())
-        return found | back
+        by_label = {label: choose_option(view, name, value) for label, name, value in labels(shop.products[view.item])}
+        by_label |= {detail: view._replace(page="detail", detail=detail) for detail in DETAILS}
+        by_label[BUY] = view._replace(page="bought")
+        by_label[BEFORE] = view._replace(page="results", item=-1, chosen=())
+        return by_label | back
     if view.page == "detail":
         return {BEFORE: view._replace(page="item", detail="")} | back
     return {}
@@ -65,15 +65,15 @@ def labels(product: Product) -> list[tuple[str, str, str]]:
     option's label: no text of a product can take another label's place.
     """
     values = [fold(value) for _, group in product.options for value in group]
-    taken, found = set(_BUTTONS), []
+    taken, names = set(_BUTTONS), []
     for name, group in product.options:
         for value in group:
             alone = fold(value) not in _BUTTONS and values.count(fold(value)) == 1
             label = value if alone else f"{name}: {value}"
             if fold(label) not in taken:
                 taken.add(fold(label))
-                found.append((label, name, value))
-    return found
+                names.append((label, name, value))
+    return names
 
 
 def page_text(shop: Catalogue, view: View, per_page: int) -> str:
@@ -99,7 +99,7 @@ def page_text(shop: Catalogue, view: View, per_page: int) -> str:
     by_name: dict[str, list[str]] = {}
     for label, name, _ in labels(product):
         by_name.setdefault(name, []).append(f"[{label}]")
-    lines += [f"{name} (chosen: {chosen.get(name, 'none')}): {' '.join(found)}" for name, found in by_name.items()]
+    lines += [f"{name} (chosen: {chosen.get(name, 'none')}): {' '.join(values)}" for name, values in by_name.items()]
     return "\n".join([*lines, bar])
 
 

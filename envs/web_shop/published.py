@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 def files(source: CatalogueSource) -> dict[str, Path]:
     """Return the files of a source by their part; a ValueError says which are missing."""
-    folder, found, missing = Path(source.path), {}, []
+    folder, by_part, missing = Path(source.path), {}, []
     parts = ("items_shuffle", "items_ins_v2", *(["items_human_ins"] if source.human_goals else []))
     endings = ("_1000.json", ".json") if source.rows <= 1000 else (".json", "_1000.json")
     for part in parts:
@@ -46,14 +46,14 @@ def files(source: CatalogueSource) -> dict[str, Path]:
         if path is None:
             missing.append(f"{part}.json")
         else:
-            found[part] = path
+            by_part[part] = path
     if missing:
         raise ValueError(
             f'web_shop cannot be loaded from path="{source.path}": there is no {", ".join(missing)} (or ..._1000.json).'
             " The path is a folder with the files that setup.sh of the repository princeton-nlp/WebShop downloads;"
             ' they are not on the Hugging Face Hub. path="embedded" needs no files.'
         )
-    return found
+    return by_part
 
 
 def load_published(source: CatalogueSource) -> Catalogue:
@@ -70,9 +70,9 @@ def load_published(source: CatalogueSource) -> Catalogue:
     if not products:
         raise ValueError(f"web_shop found no product with an asin and a name in {paths['items_shuffle']}.")
     shop, goals = Catalogue(list(products.values())), {}
-    told = _table(paths["items_human_ins"]) if source.human_goals else about
+    instructions = _table(paths["items_human_ins"]) if source.human_goals else about
     for product in shop.products:
-        for goal in _goals(product, told.get(product.asin), source.human_goals, left):
+        for goal in _goals(product, instructions.get(product.asin), source.human_goals, left):
             goals[key_of(goal)] = goal
     if not goals:
         raise ValueError(
@@ -88,8 +88,8 @@ def load_published(source: CatalogueSource) -> Catalogue:
 
 
 def _winnable(shop: Catalogue, goal: Goal) -> bool:
-    wanted = shop.product(goal.asin)
-    return wins(purchase_score(wanted, goal, wanted, matching_options(wanted, goal.options)))
+    target = shop.product(goal.asin)
+    return wins(purchase_score(target, goal, target, matching_options(target, goal.options)))
 
 
 def _with_splits(goals: dict[str, Goal]) -> list[Goal]:
@@ -182,12 +182,12 @@ def _texts(value: Any, most: int, length: int) -> tuple[str, ...]:
 
 def _options(value: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the options with their different values, the first hundred of each."""
-    found: dict[str, dict[str, None]] = {}
+    values_of: dict[str, dict[str, None]] = {}
     for name, contents in list(value.items())[:6] if isinstance(value, dict) else ():
         values = [_option(each.get("value")) for each in (contents or [])[:100] if isinstance(each, dict)]
         if any(values) and clean_field(name, 40):
-            found.setdefault(clean_field(name, 40).lower(), {}).update(dict.fromkeys(filter(None, values)))
-    return tuple((name, tuple(values)) for name, values in found.items())
+            values_of.setdefault(clean_field(name, 40).lower(), {}).update(dict.fromkeys(filter(None, values)))
+    return tuple((name, tuple(values)) for name, values in values_of.items())
 
 
 def _option(value: Any) -> str:
@@ -198,13 +198,13 @@ def _option(value: Any) -> str:
 def price_of(value: Any) -> float:
     """Return a price, the middle of a range, or `NO_PRICE`: "$10.00 - $20.00" -> 15.0."""
     text = " ".join(map(str, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
-    found = [float(each.replace(",", "") or 0) for each in _PRICE.findall(text[:200])][:2]
-    return round(sum(found) / len(found), 2) if found and sum(found) > 0 else NO_PRICE
+    prices = [float(each.replace(",", "") or 0) for each in _PRICE.findall(text[:200])][:2]
+    return round(sum(prices) / len(prices), 2) if prices and sum(prices) > 0 else NO_PRICE
 
 
-def _goals(product: Product, told: Any, human: bool, left: Counter[str]) -> Iterator[Goal]:
+def _goals(product: Product, instructions: Any, human: bool, left: Counter[str]) -> Iterator[Goal]:
     """Yield the goals of a product: instructions of people, or generated ones with each combination of options."""
-    for row in told if isinstance(told, list) else [told] if told else ():
+    for row in instructions if isinstance(instructions, list) else [instructions] if instructions else ():
         instruction = clean_field(row.get("instruction"), 600) if isinstance(row, dict) else ""
         if not instruction:
             left["damaged instructions" if human else "products without instruction"] += 1
@@ -216,13 +216,13 @@ def _goals(product: Product, told: Any, human: bool, left: Counter[str]) -> Iter
         if not human:
             for names in _combinations(product):
                 text = ", and ".join(f"{name}: {value}" for name, value in names.items())
-                said = f"{instruction.strip('.')}{f' with {text}' if text else ''}"
-                yield _goal(product, said, attributes, tuple(names.values()))
+                sentence = f"{instruction.strip('.')}{f' with {text}' if text else ''}"
+                yield _goal(product, sentence, attributes, tuple(names.values()))
             continue
         options = row.get("instruction_options")
         values = list(options.values()) if isinstance(options, dict) else options if isinstance(options, list) else []
-        found = tuple(filter(None, map(_option, values[:20])))
-        yield _goal(product, instruction.strip("."), attributes, found)
+        chosen = tuple(filter(None, map(_option, values[:20])))
+        yield _goal(product, instruction.strip("."), attributes, chosen)
 
 
 def _combinations(product: Product) -> Iterator[dict[str, str]]:

@@ -52,13 +52,13 @@ class Score(NamedTuple):
     price: bool  # within the limit
 
 
-def purchase_score(product: Product, goal: Goal, wanted: Product, chosen: Mapping[str, str]) -> Score:
+def purchase_score(product: Product, goal: Goal, target: Product, chosen: Mapping[str, str]) -> Score:
     """Return the score of buying `product` with the `chosen` options; `wanted` is the goal's own product."""
     attributes = tuple(each for each in goal.attributes if not has_attribute(product, each))
     options = tuple(
         each for each in goal.options if not any(same_option(name, value, each) for name, value in chosen.items())
     )
-    price, kind = product.price <= goal.limit, type_match(product, wanted)
+    price, kind = product.price <= goal.limit, type_match(product, target)
     parts = len(goal.attributes) + len(goal.options) + 1
     total = kind * (parts - len(attributes) - len(options) - (not price)) / parts
     return Score(total, kind, attributes, options, price)
@@ -70,10 +70,7 @@ def wins(scored: Score) -> bool:
 
 
 def matching_options(product: Product, options: tuple[str, ...]) -> dict[str, str]:
-    """For each of these options a value of the product that matches it: {"color": "red", "size": "8"}.
-
-    The same value goes before one that resembles it. A choice that one option has taken is not changed for another.
-    """
+    """Return for each of these options a value of the product that matches it: {"color": "red", "size": "8"}."""
     chosen: dict[str, str] = {}
     for option in options:
         for name, values in product.options:
@@ -84,16 +81,16 @@ def matching_options(product: Product, options: tuple[str, ...]) -> dict[str, st
     return chosen
 
 
-def type_match(product: Product, wanted: Product) -> float:
+def type_match(product: Product, target: Product) -> float:
     """Return r_type."""
-    if product.asin == wanted.asin:  # whatever its title
+    if product.asin == target.asin:  # whatever its title
         return 1.0
-    nouns = nouns_of(wanted.title, wanted.attributes)
+    nouns = nouns_of(target.title, target.attributes)
     text = len(set(nouns_of(product.title, ())) & set(nouns)) / len(nouns) if nouns else 0.2
     if text < 0.1:
         return 0.0 if text == 0 else 0.1
-    shared = len(set(product.product_category) & set(wanted.product_category))
-    return 1.0 if text > 0.2 or product.query == wanted.query != "" or shared >= 2 else 0.5
+    shared = len(set(product.product_category) & set(target.product_category))
+    return 1.0 if text > 0.2 or product.query == target.query != "" or shared >= 2 else 0.5
 
 
 @lru_cache(maxsize=1 << 14)
@@ -112,8 +109,8 @@ def has_attribute(product: Product, attribute: str) -> bool:
     """Return whether a product has an attribute, or says so in its texts."""
     if any(alike(each, attribute) for each in product.attributes):
         return True
-    asked = attribute.lower()
-    return any(asked in text.lower() for text in (product.title, " ".join(product.features), product.description))
+    lowered = attribute.lower()
+    return any(lowered in text.lower() for text in (product.title, " ".join(product.features), product.description))
 
 
 def same_option(name: str, value: str, option: str) -> bool:

@@ -29,9 +29,7 @@ class FilterSection(Section):
     largest: bool = Field(
         "keep the groups where the metric is largest; false keeps the smallest (RAGEN's rollout_filter_type)", True
     )
-    keep_zero: bool = Field(
-        "let groups through whose metric is 0: for a std of rewards, those that carry no signal", False
-    )
+    keep_zero: bool = Field("also keep groups whose metric is 0; with a std of rewards these carry no signal", False)
 
     @model_validator(mode="after")
     def _fits(self) -> FilterSection:
@@ -46,13 +44,13 @@ class FilterSection(Section):
         return self
 
     def most(self, groups: int, environments: int = 1) -> int:
-        """The most of so many groups that can be kept, of which every environment gets at least one."""
+        """Return the largest number of groups that can be kept; every environment keeps at least one."""
         kept = {"top_k": int(self.value * groups), "top_k_abs": int(self.value)}
         return min(groups, max(environments, kept.get(self.strategy, groups)))
 
 
 def _at(values: Any, key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
+    """Return the value at a dotted key; None where it is missing."""
     for name in key.split("."):
         values = values.get(name) if values else None
     return values
@@ -126,10 +124,11 @@ class AlgorithmSection(Section):
         "gigpo: weight of the comparison within a state (verl-agent's step_advantage_w)", 1.0, ge=0
     )
     turn_rewards: bool = Field(
-        "gae, bilevel_gae: what a turn earned stands at its end; false: all that an episode earned stands at its end",
+        "gae, bilevel_gae: put the reward of a turn at its last token; false puts an episode's return at its last"
+        " token",
         True,
     )
-    critic: CriticSection = Field("gae, bilevel_gae: who estimates values", CriticSection())
+    critic: CriticSection = Field("gae, bilevel_gae: the model that estimates values", CriticSection())
     loss_type: Literal["ppo_clip", "gspo", "cispo"] | OwnFunction = Field(
         "the policy loss; gspo has one ratio for each context instead of each token: for an episode under `context:"
         " full`, for a turn under the others (with `aggregation: sequence_mean`; TRL's importance_sampling_level:"
@@ -150,7 +149,7 @@ class AlgorithmSection(Section):
         gt=1,
     )
     beta: float = Field(
-        "weight of the KL to the model that the run began with, by Schulman's estimator k3, in the loss", 0.0, ge=0
+        "weight of the KL to the model that the run started from, by Schulman's estimator k3, in the loss", 0.0, ge=0
     )
     entropy_coef: float = Field("weight of the entropy bonus", 0.0, ge=0)
     importance_sampling_clip_max: float | None = Field(
@@ -176,7 +175,7 @@ class AlgorithmSection(Section):
         keys_now = self.model_dump()
         for keys, decides, values in _READ_BY:
             now = _at(keys_now, decides)
-            if now in values.split() or ":" in str(now):  # a function of one's own may read every key
+            if now in values.split() or ":" in str(now):  # a user's function may read every key
                 continue
             for key in keys.split():
                 if self.written(key):
@@ -203,7 +202,7 @@ class AlgorithmSection(Section):
         return self
 
     def written(self, key: str) -> bool:
-        """Whether the file or the command line says this value; what a default or the preset says is never wrong."""
+        """Return whether the file or the command line sets this value; a default or a preset is never wrong."""
         value = _at(self.model_dump(), key)
         if value == _at(type(self).model_construct().model_dump(), key):
             return False
@@ -211,17 +210,17 @@ class AlgorithmSection(Section):
 
     @property
     def critical(self) -> bool:
-        """Whether there is a critic."""
+        """Return whether there is a critic."""
         return self.advantage in ("gae", "bilevel_gae")
 
     @property
     def compares_groups(self) -> bool:
-        """Whether an episode is compared with the others of its group, so that a group of one teaches nothing."""
+        """Return whether an episode is compared with others of its group, so that a group of one teaches nothing."""
         return self.advantage in ("grpo", "rloo", "reinforce_pp_baseline", "gigpo")
 
     @property
     def keeps_scale(self) -> bool:
-        """Whether advantages are as large as rewards are, so that environments with larger rewards weigh more."""
+        """Return whether advantages have the scale of rewards, so that environments with larger rewards weigh more."""
         if self.advantage in ("grpo", "brpo", "gigpo"):
             return not self.advantage_std
         return self.advantage in ("arpo", "rloo")

@@ -34,7 +34,9 @@ class ChatRun(Section):
     system: str | None = Field("system message; null leaves it out", None)
     examples: list[str] = Field("messages that the chat offers at its start, fit for what the model was trained on", [])
     max_new_tokens: int = Field("longest answer", 512, ge=1)
-    preset: str = Field("the preset that answers; under --compare, whose answer stays in the conversation", "improved")
+    preset: str = Field(
+        "the preset that answers; with --compare, the one whose answer stays in the conversation", "improved"
+    )
     presets: dict[str, SamplingSection] = Field(
         "sampling settings by name",
         {
@@ -44,7 +46,7 @@ class ChatRun(Section):
         },
         min_length=1,
     )
-    envs: list[Env] = Field("options of the environments for --play; others are played as they come", [])
+    envs: list[Env] = Field("options of the environments for --play; others have their defaults", [])
     protocol: ProtocolSection = Field("turns and answer format for --play; as in phase 3", ProtocolSection())
     max_completion_length: int = Field("new tokens in one turn of --play", 64, ge=1)
     context: Context = Field(CONTEXT + " (--play)", "full")

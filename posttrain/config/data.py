@@ -49,7 +49,7 @@ class Source(Section):
     )
     path: str = Field(f"a local file ({DATA_FILES_IN_WORDS}), Hub id, or `embedded` (generated here)", min_length=1)
     rows: int | None = Field("rows kept after filtering, sampled by seed; null keeps all", None, ge=1)
-    weight: float = Field("how often its rows are seen in one epoch: 2 twice, 0.5 half of them", 1.0, gt=0, le=1000)
+    weight: float = Field("how often an epoch contains its rows: 2 for twice, 0.5 for half of them", 1.0, gt=0, le=1000)
     code: Literal["drop", "mask"] | None = Field(
         "openmathinstruct: drop solutions with code, or keep them with the interpreter's output masked", None
     )
@@ -100,18 +100,18 @@ class DataSection(Section):
 def kinds_filled_in(otherwise: str) -> BeforeValidator:
     """Return a validator of sources, or of a section with some: each may be a path alone, or have no kind."""
 
-    def fill_one(given: Any) -> Any:
-        given = {"path": given} if isinstance(given, str) else given
-        if not isinstance(given, dict) or given.get("kind", "auto") != "auto":
-            return given
-        known = HUB_KINDS.get(given["path"]) if isinstance(given.get("path"), str) else None
-        return given | {"kind": known or ("demonstrations" if "envs" in given else otherwise)}
+    def fill_one(source: Any) -> Any:
+        source = {"path": source} if isinstance(source, str) else source
+        if not isinstance(source, dict) or source.get("kind", "auto") != "auto":
+            return source
+        known = HUB_KINDS.get(source["path"]) if isinstance(source.get("path"), str) else None
+        return source | {"kind": known or ("demonstrations" if "envs" in source else otherwise)}
 
-    def fill(given: Any) -> Any:
-        if isinstance(given, dict) and "sources" in given:
-            sources = given["sources"]
-            return given | {"sources": fill([sources] if isinstance(sources, str) else sources)}
-        return [fill_one(one) for one in given] if isinstance(given, list) else given
+    def fill(values: Any) -> Any:
+        if isinstance(values, dict) and "sources" in values:
+            sources = values["sources"]
+            return values | {"sources": fill([sources] if isinstance(sources, str) else sources)}
+        return [fill_one(one) for one in values] if isinstance(values, list) else values
 
     return BeforeValidator(fill)
 
@@ -120,7 +120,7 @@ def _of_kind(*kinds: str) -> AfterValidator:
     def check(data: DataSection) -> DataSection:
         for n, source in enumerate(data.sources):
             if source.kind not in kinds:
-                raise wrong(f"sources.{n}.kind is {source.kind}; this phase reads {', '.join(kinds)}")
+                raise wrong(f"sources.{n}.kind is {source.kind}, but this phase reads {', '.join(kinds)}")
         if data.flip_labels and kinds != DPO_KINDS:
             raise wrong("flip_labels is for pairs, which only phase 2 has")
         return data

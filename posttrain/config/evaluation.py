@@ -49,7 +49,7 @@ class SuiteSettings(Section):
 
 
 class SampledSuite(SuiteSettings, Suite):
-    n_others: int | None = Field("prompts under the settings that are not in the table; null asks all", None, ge=1)
+    n_others: int | None = Field("prompts for the settings that are not in the table; null takes all", None, ge=1)
 
 
 class SampledMath(SampledSuite, MathSuite): ...
@@ -69,7 +69,7 @@ class EnvSuite(SuiteSettings):
     envs: list[Env] = Field("the environments that are played", min_length=1)
     protocol: ProtocolSection = Field("turns, answer format and penalties; as in phase 3", ProtocolSection())
     episodes: int = Field("held-out levels of each environment", 256, ge=1, le=1_000_000)
-    episodes_others: int | None = Field("levels under the settings that are not in the table", None, ge=1)
+    episodes_others: int | None = Field("levels for the settings that are not in the table", None, ge=1)
     split: Literal["validation", "test"] = Field("which levels", "test")
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
     max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
@@ -101,7 +101,7 @@ class Endpoint(Section):
     endpoint: str = Field("address of the server up to /v1, e.g. http://127.0.0.1:8000/v1")
     model: str = Field("the model's name there", min_length=1)
     api_key_env: str | None = Field("the environment variable that holds the key; null sends no key", None)
-    concurrency: int = Field("requests that are under way at the same time", 8, ge=1, le=256)
+    concurrency: int = Field("requests that are sent at the same time", 8, ge=1, le=256)
     timeout: float = Field("seconds until an answer must be complete", 120, gt=0, le=3600)
     attempts: int = Field("how often a failing request is repeated, with growing pauses, before the run stops", 8, ge=1)
     tokens_field: Literal["max_tokens", "max_completion_tokens"] = Field(
@@ -109,7 +109,7 @@ class Endpoint(Section):
     )
     leave_out: list[OptionalField] = Field("fields of a request that this server refuses, which are not sent", [])
     price_input: float | None = Field("price of a million tokens of prompt, in any currency", None, ge=0)
-    price_output: float | None = Field("price of a million tokens of answer, in the same", None, ge=0)
+    price_output: float | None = Field("price of a million tokens of answer, in the same currency", None, ge=0)
 
     @field_validator("endpoint")
     @classmethod
@@ -120,7 +120,10 @@ class Endpoint(Section):
             raise wrong("this is not the address of a server: write e.g. http://127.0.0.1:8000/v1")
         parts = urlsplit(value)
         if "@" in value or parts.query or parts.fragment:  # a password with a slash is read as a path
-            raise wrong("an address ends with its path, e.g. /v1; a key is read from the variable in api_key_env alone")
+            raise wrong(
+                "an address ends with its path, e.g. /v1; a key is read only from the environment variable in"
+                " api_key_env"
+            )
         return value.rstrip("/")
 
     @field_validator("api_key_env")
@@ -149,7 +152,7 @@ class Endpoint(Section):
 # A folder or Hub name as text, an endpoint as a section.
 Checkpoint = Annotated[
     Annotated[str, Tag(":text")] | Annotated[Endpoint, Tag(":section")],
-    Discriminator(lambda given: ":section" if isinstance(given, dict | Endpoint) else ":text"),
+    Discriminator(lambda value: ":section" if isinstance(value, dict | Endpoint) else ":text"),
 ]
 
 
@@ -214,10 +217,10 @@ class EvaluateRun(Run):
 
     @property
     def local(self) -> dict[str, str]:
-        """The checkpoints that are loaded here."""
+        """Return the checkpoints that are loaded here."""
         return {name: place for name, place in self.checkpoints.items() if isinstance(place, str)}
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
-        """The checkpoints behind a server."""
+        """Return the checkpoints behind a server."""
         return {name: place for name, place in self.checkpoints.items() if isinstance(place, Endpoint)}

@@ -29,9 +29,10 @@ Config = TypeVar("Config", bound=Section)
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Call `main`; what the user can fix becomes one paragraph on stderr and exit code 2, Ctrl-C exit code 130.
+    """Run `main` as a command, then exit: an error that the user can fix is one paragraph on stderr and exit code 2.
 
-    A process that has lost the others prints that and exits with 1. The work continues when nobody reads the output.
+    Ctrl-C gives exit code 130, and a process that has lost the other processes exits with 1. The command continues when
+    nobody reads its output.
     """
     keep_standard_streams()
     try:
@@ -69,9 +70,20 @@ def load(
     add_arguments: Callable[[argparse.ArgumentParser], object] | None = None,
     description: str | None = None,
 ) -> tuple[Config, argparse.Namespace]:
-    """Return the run's config from a YAML file and dotted overrides, and the flags that `add_arguments` declared.
+    """Return the run's config from a YAML file and dotted overrides, and the flags of the command line.
 
-    description: what `--help` begins with, the script's own docstring.
+    Args:
+        schema: model of the config, as SFTRun.
+        default: the config file without `--config`.
+        argv: words of the command line; None for those of this process.
+        add_arguments: adds the command's own flags to the parser.
+        description: first part of `--help`, the docstring of the script.
+
+    Returns:
+        The validated config, and the flags.
+
+    Raises:
+        UserError: a file, a key or a value is wrong.
     """
     parser = argparse.ArgumentParser(
         prog=Path(sys.argv[0]).name,  # as Python before 3.14 has it
@@ -117,38 +129,46 @@ def _plan_of_all(argv: Sequence[str]) -> list[str]:
 
 
 def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None = None) -> Config:
-    """Return the validated config of one YAML file under some overrides: preset < file < overrides.
+    """Return the validated config of one YAML file with overrides: a preset < the file < the overrides.
 
     A preset in an override replaces the file's section `algorithm`, and its other keys replace the file's.
+
+    Args:
+        schema: model of the config, as SFTRun.
+        file: a path, or the name of a reference config.
+        overrides: as on the command line, e.g. ["trainer.learning_rate=1e-5"].
+
+    Raises:
+        UserError: a file, a key or a value is wrong.
     """
-    given = read_yaml(find_config(file))
+    values = read_yaml(find_config(file))
     problems: list[str] = []
     changed: list[tuple[str, ...]] = []
     overrides = list(overrides or ())
     if schema.preset_key and (named := [text for text in overrides if text.partition("=")[0] == schema.preset_key]):
         section, _, _ = schema.preset_key.partition(".")
-        given[section] = {}
+        values[section] = {}
         for text in named:
             with contextlib.suppress(UserError):  # reported below
-                _override(given, text)
-        given = _merge(given, schema.preset_keys(given))
+                _override(values, text)
+        values = _merge(values, schema.preset_keys(values))
     for text in overrides:
         try:
-            if "=" not in text and (meant := suggestions.argument(schema, given, text)):
+            if "=" not in text and (meant := suggestions.argument(schema, values, text)):
                 raise UserError(f"`{text}` is not an override: write {meant}")
-            changed.append(_override(given, text))
+            changed.append(_override(values, text))
         except UserError as problem:
             problems.append(str(problem))
     try:
-        config = schema.model_validate(_merge(schema.preset_keys(given), given))
+        config = schema.model_validate(_merge(schema.preset_keys(values), values))
     except ValidationError as error:
         if other := suggestions.other_script(schema, file):
             raise UserError(other) from None
-        problems += _explain_all(schema, error, changed, given)
+        problems += _explain_all(schema, error, changed, values)
     else:
         if not problems:
             return config
-    raise UserError("\n  ".join([f"{file} and its overrides cannot be used as they are:", *problems]))
+    raise UserError("\n  ".join([f"{file} with its overrides has these errors:", *problems]))
 
 
 def dump(cfg: BaseModel) -> str:
@@ -156,7 +176,7 @@ def dump(cfg: BaseModel) -> str:
     return yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _override(given: dict[str, Any], text: str) -> tuple[str, ...]:
+def _override(values: dict[str, Any], text: str) -> tuple[str, ...]:
     """Write one `a.b.0.c=value` into the nested dicts and lists of `given`; returns its path."""
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
@@ -168,7 +188,7 @@ def _override(given: dict[str, Any], text: str) -> tuple[str, ...]:
         new = parse_yaml(value)
     except ValueError as error:
         raise UserError(f"The value of `{text[:200]}` is not YAML: {error}") from None
-    at: Any = given
+    at: Any = values
     for depth, name in enumerate(path):
         above = ".".join(path[:depth])
         if isinstance(at, list) and not (re.fullmatch("[0-9]{1,9}", name) and int(name) < len(at)):
@@ -211,7 +231,7 @@ _WORDING = {
 
 
 def _explain_all(
-    schema: type[BaseModel], error: ValidationError, changed: list[tuple[str, ...]], given: dict[str, Any]
+    schema: type[BaseModel], error: ValidationError, changed: list[tuple[str, ...]], values: dict[str, Any]
 ) -> list[str]:
     """Return a line for each wrong key: where it is, what is wrong, what to write instead."""
     lines: dict[str, list[str]] = {}
@@ -220,9 +240,9 @@ def _explain_all(
         where = ".".join(path) or "the whole"
         typed = any(path[: len(start)] == start for start in changed)
         where += " (on the command line)" if typed else ""
-        text = _explain(schema, path, problem, given)
+        text = _explain(schema, path, problem, values)
         if problem["type"] in ("model_type", "dict_type", "list_type"):
-            text += suggestions.instead(schema, given, where.partition(" ")[0], problem["input"], typed)
+            text += suggestions.instead(schema, values, where.partition(" ")[0], problem["input"], typed)
         lines.setdefault(where, []).append(text)
     return [f"{where}: {', or '.join(texts)}" for where, texts in lines.items()]
 
@@ -245,10 +265,10 @@ def _path(schema: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, .
     return tuple(path)
 
 
-def _explain(schema: type[BaseModel], path: tuple[str, ...], problem: Any, given: dict[str, Any]) -> str:
+def _explain(schema: type[BaseModel], path: tuple[str, ...], problem: Any, values: dict[str, Any]) -> str:
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        return _unknown(schema, path, given)
+        return _unknown(schema, path, values)
     if kind == "missing":
         main = suggestions.MAIN_KEY.get(".".join(path))
         value = f"{{{main}: ...}}" if main else "..."
@@ -269,13 +289,13 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], problem: Any, given
     return text
 
 
-def _unknown(schema: type[BaseModel], path: tuple[str, ...], given: dict[str, Any]) -> str:
+def _unknown(schema: type[BaseModel], path: tuple[str, ...], values: dict[str, Any]) -> str:
     name, parent = path[-1], _at(schema, path[:-1])
     if isinstance(parent, TRLFields) and name in SET_BY_SCRIPTS:
         return f"not set here: {SET_BY_SCRIPTS[name]}"
     if path[0] == "trainer" and name in NOT_SUPPORTED:
         return f"not set here: {NOT_SUPPORTED[name]}"
-    meant = suggestions.meant(schema, name, given)
+    meant = suggestions.meant(schema, name, values)
     here = meant is not None and (len(path) == 1 or meant.rpartition(".")[0] == ".".join(path[:-1]))
     known_alias = here and name in suggestions.ALIASES
     if not known_alias and (close := suggestions.like(name, _keys(parent))):
@@ -291,9 +311,9 @@ def _no_options(
     parser: argparse.ArgumentParser, schema: type[BaseModel], file: str, unknown: Sequence[str], argv: Sequence[str]
 ) -> str:
     """Return what to write instead of options such as `--learning_rate 1e-5`, as other trainers take them."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     with contextlib.suppress(UserError):  # the file is not what is wrong here
-        given = read_yaml(find_config(file))
+        values = read_yaml(find_config(file))
     write, nothing_like = [], []
     options = list(dict.fromkeys(each.partition("=")[0] for each in unknown if each.startswith("-")))
     for option in options:
@@ -302,13 +322,13 @@ def _no_options(
             return f"{option} is not an option of this script; did you mean `{close[0]}`?"
         if key in NOT_SUPPORTED:
             return f"{option} is not an option of this script: {NOT_SUPPORTED[key]}."
-        meant = suggestions.override(schema, given, key, _values_of(option, argv))
+        meant = suggestions.override(schema, values, key, _values_of(option, argv))
         write.append(meant) if meant else nothing_like.append(option)
     are = "are not options" if len(options) > 1 else "is not an option"
     message = f"{' and '.join(options)} {are} of this script. "
     message += f"Keys of the config are written KEY=VALUE: `{' '.join(write)}`." if write else ""
     if nothing_like:
-        message += f"{' ' if write else ''}No key is like {' or '.join(nothing_like)}; --help lists them."
+        message += f"{' ' if write else ''}There is no key like {' or '.join(nothing_like)}; --help lists them."
     return message
 
 

@@ -14,15 +14,13 @@ class PairsRun(Run):
     model: ModelSection = Field("the model that answers, most often the one that phase 2 starts from")
     chat: ChatSection = Field("how messages become tokens; as in phase 2", ChatSection())
     sources: Annotated[list[Source], kinds_filled_in("prompts")] = Field(
-        "where the prompts come from, as in phases 1 to 3; what is right is known in gsm8k, openmathinstruct, and rows"
-        " of prompts with a column answer",
+        "where the prompts come from, as in phases 1 to 3; right answers are known for gsm8k, openmathinstruct,"
+        " and rows of prompts with a column answer",
         min_length=1,
     )
     decontaminate: bool = Field("drop prompts that share 13 words in a row with an evaluation set", True)
     num_generations: int = Field("answers to each prompt", 8, ge=2, le=1024)
-    temperatures: list[Temperature] = Field(
-        "of the answers, in turn; 0 is greedy, which more than once gives copies", [1.0]
-    )
+    temperatures: list[Temperature] = Field("of the answers, in turn; 0 is greedy, and a second 0 gives a copy", [1.0])
     max_new_tokens: int = Field("longest answer", 256, ge=1)
     max_length: int = Field("prompt and answer in tokens; longer prompts are dropped", 1024, ge=8)
     batch_size: int | None = Field(

@@ -38,8 +38,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from envs import by_path as paths
-from posttrain.types import UserError
+from envs import TextEnv, by_path as paths
+from envs.protocol import Parsed, Protocol, format_response
+from posttrain.config.shared import ProtocolSection
+from posttrain.types import UserError, one_line
 
 PARAMETERS = {  # of a function that a key may name
     "algorithm.advantage": ("earned", "algorithm"),
@@ -81,3 +83,32 @@ def by_path(path: str, key: str) -> Callable[..., Any]:
     except ValueError:  # a function of C, whose parameters nobody can ask for
         pass
     return function
+
+
+def check_parser(section: ProtocolSection, env: TextEnv) -> None:
+    """Refuse a `protocol.parser` that cannot be used in an environment, by texts that a model may write.
+
+    Raises:
+        UserError: there is no such function, or it raises or does not return actions; says on which text.
+    """
+    if section.parser is None:
+        return
+    by_path(section.parser, "protocol.parser")
+    protocol, listed = Protocol.of(env, **section.arguments()), env.actions
+    action = listed[0] if listed else "1"
+    for text in ("", "Up", format_response("why", [action], protocol), "<answer>" * 3, "</answer><answer>"):
+        try:
+            parsed = protocol.read(text, listed)
+        except Exception as error:
+            problem = f"raised {one_line(error)}"
+        else:
+            problem = "" if isinstance(parsed, Parsed) else f"returned {type(parsed).__name__}"
+            if not problem and listed is not None and (unknown := set(parsed.actions) - set(listed)):
+                problem = f"returned the action {unknown.pop()!r}, which the environment does not have,"
+            if not problem and len(parsed.actions) > protocol.max_actions_per_turn:
+                problem = f"returned {len(parsed.actions)} actions, more than `protocol.max_actions_per_turn`"
+        if problem:
+            raise UserError(
+                f"`protocol.parser: {section.parser}` {problem} for the text {text!r}: return Parsed(actions,"
+                " well_formed, invalid) of envs.protocol for any text; posttrain/config/plugins.py describes it."
+            )

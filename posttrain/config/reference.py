@@ -21,42 +21,46 @@ _COMMANDS = {
 
 
 def config_names() -> list[str]:
-    """The reference configs of the scripts: chat, quickstart/phase1_sft, ..."""
+    """Return the names of the reference configs of the scripts: chat, quickstart/phase1_sft, ..."""
     names = (file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.rglob("*.yaml"))
     return sorted(name for name in names if not name.startswith(("accelerate/", "presets/", "protocols/")))
 
 
-def reference_name(given: str | Path) -> str | None:
-    """The name of the reference config that `--config` means; None where it is a path, or nothing.
+def reference_name(config: str | Path) -> str | None:
+    """Return the name of the reference config that `--config` means; None where it is a path, or nothing.
 
     quickstart/phase1_sft, quickstart/phase1_sft.yaml and configs/quickstart/phase1_sft.yaml are one name.
     """
-    name = _name(given)
-    return name if name in config_names() and not os.path.exists(given) else None
+    name = _name(config)
+    return name if name in config_names() and not os.path.exists(config) else None
 
 
-def find_config(given: str | Path) -> Path:
-    """The file that `--config` names: a path, or else the name of a reference config, from any folder."""
-    if (found := reference_name(given)) is not None:
-        return CONFIGS / f"{found}.yaml"
-    if not os.path.exists(given) and (close := _like(_name(given))):
+def find_config(config: str | Path) -> Path:
+    """Return the file that `--config` names: a path, or else the name of a reference config, from any folder.
+
+    Raises:
+        UserError: there is no such file, and a reference config has a similar name.
+    """
+    if (name := reference_name(config)) is not None:
+        return CONFIGS / f"{name}.yaml"
+    if not os.path.exists(config) and (close := _like(_name(config))):
         words = "there is no such file, and no reference config of this name"
-        raise UserError(f"--config {given}: {words}. Did you mean {' or '.join(close)}?")
-    return Path(given)
+        raise UserError(f"--config {config}: {words}. Did you mean {' or '.join(close)}?")
+    return Path(config)
 
 
-def find_file(given: str | Path) -> Path | None:
-    """A file as it is named, or from any folder one of the project, e.g. configs/models/phi-4-mini.jinja."""
-    places = (Path(given), CONFIGS.parent / given, Path(__file__).parents[2] / given)
+def find_file(file: str | Path) -> Path | None:
+    """Return a file by its path, or from any folder a file of the project, e.g. configs/models/phi-4-mini.jinja."""
+    places = (Path(file), CONFIGS.parent / file, Path(__file__).parents[2] / file)
     return next(filter(os.path.isfile, places), None)
 
 
-def _name(given: str | Path) -> str:
-    return Path(given).as_posix().removeprefix("configs/").removesuffix(".yaml")
+def _name(config: str | Path) -> str:
+    return Path(config).as_posix().removeprefix("configs/").removesuffix(".yaml")
 
 
 def _like(name: str) -> list[str]:
-    """The reference configs whose name begins so or is spelled like this one, or else its last part."""
+    """Return the reference configs whose names begin with this one, or are similar, or have a similar last part."""
     names, last = config_names(), name.rpartition("/")[2]
     lasts = difflib.get_close_matches(last, {each.rpartition("/")[2] for each in names}, 1, 0.8)
     begun = [each for each in names if name and each.startswith(name)][:3]
@@ -68,5 +72,5 @@ def _like(name: str) -> list[str]:
 
 
 def command(script: str) -> str:
-    """How the user starts a script: `python train_phase2_dpo.py`, or `posttrain dpo` where that is how this began."""
+    """Return how the user starts a script: `python train_phase2_dpo.py`, or `posttrain dpo` if started as posttrain."""
     return f"posttrain {_COMMANDS[script]}" if sys.argv[0].startswith("posttrain ") else f"python {script}.py"

@@ -46,7 +46,7 @@ class Section(BaseModel):
         return value
 
     @classmethod
-    def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def preset_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the keys of the preset that `given` names; none without one."""
         return {}
 
@@ -57,6 +57,7 @@ def wrong(text: str) -> PydanticCustomError:
 
 
 def hint(name: str, known: list[str]) -> str:
+    """Return "; did you mean `close_name`?" for a misspelt name, "" without a similar name."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean `{close[0]}`?" if close else ""
 
@@ -110,8 +111,8 @@ class ModelSection(Section):
 
 class ChatSection(Section):
     template: str | None = Field(
-        "chatml, which is ours, or the path of a Jinja template (TRL's chat_template_path); null keeps the model's own"
-        " if usable, else ours",
+        "chatml, this project's own, or the path of a Jinja template (TRL's chat_template_path); null keeps the"
+        " model's own if usable, else chatml",
         None,
     )
 
@@ -130,7 +131,7 @@ class EnvSection(Section):
 
     @property
     def title(self) -> str:
-        """Its name in metrics."""
+        """Return its name in metrics."""
         return self.label or self.name
 
 
@@ -170,7 +171,8 @@ class ProtocolSection(Section):
         "added to the reward for each turn without a valid action (RAGEN's), three times an episode at most", -0.1, le=0
     )
     force_think: bool = Field(
-        "give each answer its first tag unsampled, <think> or without think <answer>, as RAGEN always does", False
+        "start each answer with its first tag, not sampled: <think>, or without think <answer>, as RAGEN does",
+        False,
     )
     parser: OwnFunction | None = Field(
         "MODULE:FUNCTION that finds the actions in an answer; null takes the first well-formed <answer>, as RAGEN does",
@@ -258,13 +260,13 @@ class SamplingSection(Section):
         )
 
 
-def dashboards(given: Any) -> Any:
+def dashboards(value: Any) -> Any:
     """Return a list of dashboards: `trackio` is short for `[trackio]`, and `none` (or null) for an empty list."""
-    if given in ("none", None):
+    if value in ("none", None):
         return []
-    if isinstance(given, list) and (twice := sorted({str(each) for each in given if given.count(each) > 1})):
+    if isinstance(value, list) and (twice := sorted({str(each) for each in value if value.count(each) > 1})):
         raise wrong(f"report_to names {twice[0]} twice")
-    return [given] if isinstance(given, str) else given
+    return [value] if isinstance(value, str) else value
 
 
 class Run(Section):
@@ -330,7 +332,7 @@ class TrainingRun(Run):
 
     @property
     def learning_rate(self) -> float:
-        """The peak learning rate, from the config or from `model.tuning`."""
+        """Return the peak learning rate, from the config or from `model.tuning`."""
         trainer = self.trainer
         return trainer["learning_rate"] if isinstance(trainer, dict) else trainer.learning_rate
 

@@ -121,7 +121,7 @@ class RolloutSection(Section):
 
     @property
     def conversations(self) -> int:
-        """How many are sampled at a time: `slots`, or all of a step where no plan has chosen it."""
+        """Return how many are sampled at a time: `slots`, or all of a step where no plan has chosen it."""
         return self.slots or self.groups * self.num_generations
 
 
@@ -183,7 +183,7 @@ class EvaluationSection(Section):
         "test levels of each environment after the last step, for the best checkpoint", 256, ge=1, le=1_000_000
     )
     suites: FormerSuites = Field(
-        "a few held-out prompts on what phases 1 and 2 taught, asked at each evaluation: is it forgotten?",
+        "a few held-out prompts on what phases 1 and 2 taught, answered at each evaluation: is it forgotten?",
         FormerSuites(),
     )
 
@@ -195,8 +195,8 @@ class CheckpointSection(Section):
 
 class DiagnosticsSection(Section):
     every: int = Field(
-        "steps between two looks at whether thoughts depend on their prompts, RAGEN-2's mutual information; 0 never"
-        " looks",
+        "steps between two measurements of RAGEN-2's mutual information between thoughts and their prompts; 0 never"
+        " measures it",
         10,
         ge=0,
     )
@@ -301,12 +301,12 @@ class StarPORun(TrainingRun):
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Whether an update can read common prefixes once: not with recomputed layers, or a critic of its own trunk."""
+        """Return whether an update can read common prefixes once: not with recomputed layers or a separate critic."""
         own_trunk = self.algorithm.critical and self.algorithm.critic.kind != "shared"
         return not self.trainer.gradient_checkpointing and not own_trunk
 
     @classmethod
-    def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
-        algorithm = given.get("algorithm")
+    def preset_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+        algorithm = values.get("algorithm")
         name = algorithm.get("preset") if isinstance(algorithm, dict) else None
         return read_yaml(PRESETS / f"{name}.yaml") if name in presets() else {}

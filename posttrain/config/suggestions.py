@@ -88,21 +88,21 @@ def inside(annotation: Any) -> Any:
     """Return the section, list item or TRLFields in an annotation like `list[Source] | None`; else None."""
     if isinstance(annotation, TRLFields) or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return annotation
-    return next((found for part in typing.get_args(annotation) if (found := inside(part)) is not None), None)
+    return next((section for part in typing.get_args(annotation) if (section := inside(part)) is not None), None)
 
 
 def field_inside(field: Any) -> Any:
     return next((mark for mark in field.metadata if isinstance(mark, TRLFields)), None) or inside(field.annotation)
 
 
-def places(schema: Any, given: Any = None, start: str = "") -> Iterator[Key]:
+def places(schema: Any, values: Any = None, start: str = "") -> Iterator[Key]:
     """Yield every key of a schema in the form that the command line takes.
 
     For lists and free names that is the first entry in the file `given`, if it has one: `data.sources.0.path`,
     `presets.improved.temperature`; without a file, `data.sources.0.path` and `presets.NAME.temperature`.
     """
     for name, field in schema.model_fields.items():
-        section, here = field_inside(field), given.get(name) if isinstance(given, dict) else None
+        section, here = field_inside(field), values.get(name) if isinstance(values, dict) else None
         yield Key(start + name, field.annotation, section)
         if isinstance(section, TRLFields):
             yield from (Key(f"{start}{name}.{key}", kind, None) for key, kind in section.allowed().items())
@@ -112,10 +112,10 @@ def places(schema: Any, given: Any = None, start: str = "") -> Iterator[Key]:
                 entries: dict[Any, Any]
                 entries = dict(enumerate(here)) if isinstance(here, list) else here if isinstance(here, dict) else {}
                 first = next(iter(entries), 0 if is_list(field.annotation) else "NAME")
-                if given is not None and (not entries or (section is Endpoint and isinstance(entries[first], str))):
+                if values is not None and (not entries or (section is Endpoint and isinstance(entries[first], str))):
                     continue
                 below, here = f"{below}{first}.", entries.get(first)
-            yield from places(section, None if given is None else here if isinstance(here, dict) else {}, below)
+            yield from places(section, None if values is None else here if isinstance(here, dict) else {}, below)
 
 
 def is_list(annotation: Any) -> bool:
@@ -135,13 +135,13 @@ def _holds(annotation: Any, kind: type) -> bool:
     )
 
 
-def meant(schema: Any, name: str, given: Any = None) -> str | None:
+def meant(schema: Any, name: str, values: Any = None) -> str | None:
     """Return the dotted key (with `=VALUE` where only one value makes sense) that a user's name for it means, or None.
 
     It is the key itself, an alias, the end of a key (`lora.r`), or the most similar last name; of several, the one in
     the fewest sections.
     """
-    known = {place.path: place for place in sorted(places(schema, given), key=lambda place: place.path.count("."))}
+    known = {place.path: place for place in sorted(places(schema, values), key=lambda place: place.path.count("."))}
     if name in known and name not in ALIASES:
         return name
     last = name.rpartition(".")[2]
@@ -168,15 +168,15 @@ def like(name: str, keys: Sequence[str]) -> str | None:
     return longer[0] if len(longer) == 1 else None
 
 
-def override(schema: Any, given: Any, name: str, values: Sequence[str]) -> str | None:
+def override(schema: Any, config: Any, name: str, values: Sequence[str]) -> str | None:
     """Return the override that an option means, quoted for the shell: `trainer.learning_rate=1e-5` for `--lr 1e-5`.
 
     None where no key is like it.
     """
-    key = meant(schema, name, given)
+    key = meant(schema, name, config)
     if key is None or "=" in key:
         return key
-    place = next(place for place in places(schema, given) if place.path == key)
+    place = next(place for place in places(schema, config) if place.path == key)
     if not values:
         return f"{key}={'true' if _holds(place.annotation, bool) else 'VALUE'}"
     if new := for_values(schema, place, [_value(text) for text in values]):
@@ -214,23 +214,23 @@ def _value(text: str) -> Any:
         return text
 
 
-def argument(schema: Any, given: Any, text: str) -> str | None:
+def argument(schema: Any, config: Any, text: str) -> str | None:
     """Return what an argument that is not KEY=VALUE probably means: a config file, data, or a model."""
     if text.endswith((".yaml", ".yml")):
         return f"--config {shlex.quote(text)}"
     if text.endswith(DATA_FILES):
-        return override(schema, given, "dataset", [text])
+        return override(schema, config, "dataset", [text])
     if Path(text).is_dir() or HUB_NAME.fullmatch(text):
-        return override(schema, given, "model", [text])
+        return override(schema, config, "model", [text])
     return None
 
 
-def instead(schema: Any, given: Any, path: str, value: Any, typed: bool) -> str:
+def instead(schema: Any, config: Any, path: str, value: Any, typed: bool) -> str:
     """Return what to write where a plain value stands for a section or a list: "; write envs=[frozen_lake]".
 
     typed: on the command line, not in a file.
     """
-    place = next((place for place in places(schema, given) if place.path == path), None)
+    place = next((place for place in places(schema, config) if place.path == path), None)
     if place is None or value is None or isinstance(value, list | dict):
         return ""
     meant = ALIASES.get(path.rpartition(".")[2], ("",))[0]
@@ -250,11 +250,11 @@ def instead(schema: Any, given: Any, path: str, value: Any, typed: bool) -> str:
 
 def other_script(schema: Any, file: str | Path) -> str | None:
     """Return an error message where the keys of a config file fit another script far better; otherwise None."""
-    given = read_yaml(find_config(file))
+    values = read_yaml(find_config(file))
 
     def problems(of: type[Section]) -> list[str]:
         try:
-            of.model_validate(given)
+            of.model_validate(values)
         except ValidationError as error:
             return [each["type"] for each in error.errors()]
         return []

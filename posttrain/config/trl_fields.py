@@ -138,8 +138,8 @@ def _constant(stmt: ast.stmt) -> Any:
 
 def _choices(value: ast.expr | None) -> Any:
     """Return the Literal of `field(default=..., metadata={"choices": [...]})` and of its default, or None."""
-    given = {word.arg: word.value for word in value.keywords} if isinstance(value, ast.Call) else {}
-    metadata, default = given.get("metadata"), given.get("default")
+    keywords = {word.arg: word.value for word in value.keywords} if isinstance(value, ast.Call) else {}
+    metadata, default = keywords.get("metadata"), keywords.get("default")
     for key, choices in zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ():
         if isinstance(key, ast.Constant) and key.value == "choices" and isinstance(choices, ast.List):
             also = [default.value] if isinstance(default, ast.Constant) else []
@@ -210,11 +210,11 @@ class TRLFields:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def _check(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _check(self, values: dict[str, Any]) -> dict[str, Any]:
         allowed = self.allowed()
         allowed["learning_rate"] = float | None  # null takes what fits model.tuning
         if self.source.endswith(":DPOConfig"):
             allowed["loss_type"] = list[Literal[DPO_LOSSES]] | Literal[DPO_LOSSES]
-        fields: dict[str, Any] = {name: (_bounded(name, allowed[name]), ...) for name in given if name in allowed}
-        create_model("trainer", __config__=STRICT, **fields).model_validate(given)
-        return given
+        fields: dict[str, Any] = {name: (_bounded(name, allowed[name]), ...) for name in values if name in allowed}
+        create_model("trainer", __config__=STRICT, **fields).model_validate(values)
+        return values

@@ -25,7 +25,7 @@ class StrictLoader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key.value, str) and key.value in seen:
-                words = f"the key `{key.value}` is there twice"
+                words = f"the key `{key.value}` is written twice"
                 raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
@@ -48,7 +48,11 @@ for _tag, _pattern, _first, _build in (
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of YAML text. ValueError: it is not YAML, nested too deep, or a number has too many digits."""
+    """Return the value of YAML text.
+
+    Raises:
+        ValueError: it is not YAML, nested too deep, or a number has too many digits.
+    """
     try:
         return yaml.load(text, StrictLoader)
     except yaml.YAMLError as error:
@@ -58,12 +62,16 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file. UserError: it cannot be read, or does not hold keys."""
+    """Return the keys of a YAML file.
+
+    Raises:
+        UserError: it cannot be read, or does not hold keys.
+    """
     text = read_text(file, "Name another one.")
     try:
         content = parse_yaml(text)
     except ValueError as error:
         raise UserError(f"{file} is not YAML: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file} should hold lines of `key: value`, but as a whole is a {type(content).__name__}.")
+        raise UserError(f"{file} should contain lines of `key: value`, but contains a {type(content).__name__}.")
     return content

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", metavar="NAME", help="Hub id or folder, for its tokenizer and chat template")
     parser.add_argument("--template", metavar="FILE", help="another chat template (chat.template)")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="data.max_length (default: 2048)")
-    parser.add_argument("--rows", type=int, metavar="N", help="look at so many rows that are kept (default: all)")
+    parser.add_argument("--rows", type=int, metavar="N", help="number of kept rows to read (default: all)")
     arguments = parser.parse_args(argv)
     for name in ("max_length", "rows"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 8:

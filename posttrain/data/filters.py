@@ -165,10 +165,10 @@ def keep_preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Ex
     A `prompt` beside whole dialogues, as UltraFeedback has it, is ignored: it repeats their first message as a string.
     Nothing behind a last answer is trained, so a last turn of the user is cut from either side.
     """
-    found = _untrained(row) or dialogues_of_pair(row)
-    if isinstance(found, str):
-        return found
-    chosen, rejected = found
+    dialogues = _untrained(row) or dialogues_of_pair(row)
+    if isinstance(dialogues, str):
+        return dialogues
+    chosen, rejected = dialogues
     if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
         return "identical answers"
     scores: list[Any] = [row.get("score_chosen"), row.get("score_rejected")]

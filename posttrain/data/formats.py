@@ -67,7 +67,7 @@ Recognise = Callable[[dict[str, Any]], Recognised | str]  # or why the row has n
 
 def as_dialogue(row: dict[str, Any]) -> Recognised | str:
     """Return the row with its `messages`; plain text becomes one message with the role TEXT."""
-    columns = given_in(row)
+    columns = used_columns(row)
     if _is_kto(row, columns):
         return KTO
     if {"chosen", "rejected"} <= columns and "messages" not in columns:
@@ -148,25 +148,25 @@ def as_pair(row: dict[str, Any]) -> Recognised | str:
 
 def as_prompt(row: dict[str, Any]) -> Recognised | str:
     """Return the row with a `prompt`, as text or as messages."""
-    return _asked(row, ("prompt", *DIALOGUES))
+    return _prompt_row(row, ("prompt", *DIALOGUES))
 
 
 def last_turn(row: dict[str, Any]) -> Recognised | str:
     """Return the row with its dialogue as `prompt`, even if it has a column of that name."""
-    return _asked(row, DIALOGUES)
+    return _prompt_row(row, DIALOGUES)
 
 
-def _asked(row: dict[str, Any], names: Sequence[str]) -> Recognised | str:
-    columns = given_in(row)
+def _prompt_row(row: dict[str, Any], names: Sequence[str]) -> Recognised | str:
+    columns = used_columns(row)
     for there in (columns, set(row)):
         if column := next((name for name in names if name in there), None):
             text = column == "prompt"
-            asked = row[column] if text and isinstance(row[column], str) else as_messages(row[column])
-            if asked is None:
+            prompt = row[column] if text and isinstance(row[column], str) else as_messages(row[column])
+            if prompt is None:
                 return _not_messages(column, row[column], "text or " * text + MESSAGES_IN_WORDS)
-            if isinstance(asked, str) and not columns & set(SYSTEM):
+            if isinstance(prompt, str) and not columns & set(SYSTEM):
                 return Recognised("prompts", row, {column, "answer"})
-            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             recognised = _with_system("prompts", row, messages, {column, "answer"})
             return recognised._replace(row=row | {"prompt": recognised.row["messages"]})
     return ""
@@ -196,7 +196,7 @@ def as_messages(value: object) -> list[Message] | None:
     return messages
 
 
-def given_in(row: dict[str, Any]) -> set[str]:
+def used_columns(row: dict[str, Any]) -> set[str]:
     """Return the columns with a value. Parquet gives every row all columns of its file, and CSV all cells."""
     return {name for name, value in row.items() if has_value(value)}
 
@@ -206,17 +206,17 @@ def has_value(value: object) -> bool:
     return not (value is None or value in ("", [], {}))
 
 
-def _is_kto(row: dict[str, Any], given: set[str]) -> bool:
+def _is_kto(row: dict[str, Any], columns: set[str]) -> bool:
     """Return whether a column says that the answer is good or bad. Beside a `completion`, any label counts as such."""
-    label = str(row["label"]).strip().lower() if "label" in given else ""
-    if "kto_tag" in given or not label:
-        return "kto_tag" in given
-    others = bool(given & {*DIALOGUES}) or {"instruction", "output"} <= given
-    return label in VERDICTS if others else "completion" in given
+    label = str(row["label"]).strip().lower() if "label" in columns else ""
+    if "kto_tag" in columns or not label:
+        return "kto_tag" in columns
+    others = bool(columns & {*DIALOGUES}) or {"instruction", "output"} <= columns
+    return label in VERDICTS if others else "completion" in columns
 
 
-def _not_messages(column: str, value: object, wanted: str) -> str:
-    return f"column {column} should be {wanted}, but is {brief(value)}"
+def _not_messages(column: str, value: object, expected: str) -> str:
+    return f"column {column} should be {expected}, but is {brief(value)}"
 
 
 def _name(column: str, messages: list[dict[str, Any]]) -> str:
@@ -252,7 +252,7 @@ def _history(value: object) -> list[Message] | None:
 
 def _begun(row: dict[str, Any], messages: list[Message]) -> tuple[list[Message], set[str]]:
     """Return the messages after a system message from a column, if there is one, and that column."""
-    column = next((name for name in SYSTEM if name in given_in(row)), None)
+    column = next((name for name in SYSTEM if name in used_columns(row)), None)
     if column is None:
         return messages, set()
     first = {"role": "system", "content": row[column]}
@@ -267,7 +267,7 @@ def _with_system(form: str, row: dict[str, Any], messages: list[Message], used: 
 
 def _prompt(row: dict[str, Any]) -> tuple[Any, str, set[str]]:
     """Return the prompt before two answers, the name of the format, and the columns; None where there is no prompt."""
-    for there in (given_in(row), {name for name in row if row[name] is not None}):
+    for there in (used_columns(row), {name for name in row if row[name] is not None}):
         if "prompt" in there:
             return row["prompt"], "prompt, chosen, rejected", {"prompt"}
         if "question" in there:

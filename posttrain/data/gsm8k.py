@@ -21,7 +21,7 @@ def is_held_out(question: str) -> bool:
 
 
 def final(answer: str) -> str | None:
-    """Return the number after the last `####`, without the commas of thousands; None if there is none."""
+    """Return the number after the last `####`, without the commas of thousands; None without one."""
     steps, mark, number = answer.rpartition("####")
     return (number.strip().replace(",", "") or None) if mark and steps.strip() else None
 

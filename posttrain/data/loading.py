@@ -69,12 +69,20 @@ class PromptQuestion(NamedTuple):
 
 
 def load_sft(data: DataSection, chat: Chat) -> TokenData:
-    """Return conversations for phase 1, and print the table. UserError: nothing would be trained."""
+    """Return conversations for phase 1, and print the table.
+
+    Raises:
+        UserError: nothing would be trained.
+    """
     return _load(data, chat, encode_dialogues, SFT_COLUMNS)
 
 
 def load_preferences(data: DataSection, chat: Chat) -> TokenData:
-    """Return pairs for phase 2, and print the table. UserError: nothing would be trained."""
+    """Return pairs for phase 2, and print the table.
+
+    Raises:
+        UserError: nothing would be trained.
+    """
     train, evaluation, table = _load(data, chat, encode_pairs, PREFERENCE_COLUMNS)
     if data.flip_labels:
         pairs = zip(train["chosen_ids"], train["rejected_ids"], strict=True)
@@ -87,16 +95,23 @@ def load_preferences(data: DataSection, chat: Chat) -> TokenData:
 
 
 def load_prompts(data: DataSection, chat: Chat) -> TokenData:
-    """Return prompts without their answers for phase 3, and print the table. UserError: there are none.
+    """Return prompts without their answers for phase 3, and print the table.
 
     Of a dialogue with several answers it is the prompt of one, chosen by its text.
+
+    Raises:
+        UserError: no prompt is left.
     """
     title = "Prompts of phases 1 and 2, for answers of the model that phase 3 starts from"
     return _load(data, chat, encode_prompts, PROMPT_COLUMNS, title, "answers to come", "distillation")
 
 
 def load_questions(data: DataSection, chat: Chat) -> tuple[list[PromptQuestion], FilterTable]:
-    """Return prompts as messages, with known answers, and print the table. UserError: no prompt is left."""
+    """Return prompts as messages, with known answers, and print the table.
+
+    Raises:
+        UserError: no prompt is left.
+    """
     known = _evaluation_questions(data, "sources", "decontaminate")
     table = FilterTable(notes=known.notes, title="Prompts", trained="answers to come")
     questions: list[PromptQuestion] = []
@@ -328,8 +343,8 @@ def _require_something(table: FilterTable, section: str) -> None:
     if sum(report.train for report in table.sources) == 0:
         held_out = sum(report.held_out for report in table.sources)
         raise UserError(
-            f"All {held_out} rows are held out, none is left to train on. Write a smaller data.eval_fraction, or add "
-            "data."
+            f"All {held_out} rows are held out, so there is nothing to train on. Write a smaller data.eval_fraction, or"
+            " add data."
         )
     if table.trained_tokens == 0:
         raise UserError(

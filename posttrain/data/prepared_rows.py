@@ -24,14 +24,23 @@ SOURCES = "sources.json"  # in their folder: the model card's lines on each data
 def prepare(
     folder: Path, cfg: Any, chat: Chat, args: Any, load: Callable[..., Any], *, resume: bool
 ) -> dict[str, Dataset]:
-    """Return the rows of `load(cfg.data, chat)`, {"train": ..., "eval": ...} without empty parts, kept in `folder`.
+    """Return a run's rows as token ids: read from the sources, or from `folder` where a resumed run has them.
 
-    A resumed run takes them from there, unless a checksum or their settings differ: a source may be large, and far
-    away. TRL stores what it computes from them in the same folder, above all reference log-probs; `seal_rows` adds
+    A resumed run takes the rows of `folder` unless a checksum or their settings differ: a source may be large, and far
+    away. TRL stores what it computes from the rows in the same folder, above all reference log-probs; `seal_rows` adds
     their checksums. Every process calls this; `load` divides the sources among them.
 
-    args: a SFTConfig or DPOConfig. Under `group_by_length` the rows are kept in the order in which the first epoch
-    reads them, so that passes of the reference, in the same order, have little padding as well.
+    Args:
+        folder: where the rows are kept.
+        cfg: SFTRun or DPORun.
+        chat: the model's chat.
+        args: SFTConfig or DPOConfig. Under `group_by_length` the rows are kept in the order in which the first epoch
+            reads them, so that passes of the reference, in the same order, have little padding as well.
+        load: `load_sft` or `load_preferences`.
+        resume: whether this is a resumed run.
+
+    Returns:
+        {"train": ..., "eval": ...} without empty parts.
     """
     made_with = _made_with(cfg, chat)
     reusable = resume and runlog.is_main_process() and _still_whole(folder, made_with)
@@ -101,10 +110,16 @@ def _made_with(cfg: Any, chat: Chat) -> str:
 def length_pools(lengths: Sequence[int], args: Any, epoch: int) -> list[int]:
     """Return the rows of an epoch in an order whose consecutive batches hold rows of similar length.
 
-    Random rows, a few batches of them (a pool), sorted by length and cut into batches; then all batches shuffled. Short
-    and long rows differ by ten times in mixed data, so random batches are half padding.
+    It sorts the random rows of a few batches (a pool) by length, cuts them into batches, and shuffles all batches.
+    Lengths of mixed data differ by ten times, so random batches are half padding.
 
-    args: a SFTConfig or DPOConfig.
+    Args:
+        lengths: tokens of each row.
+        args: SFTConfig or DPOConfig.
+        epoch: number of the epoch, from 0.
+
+    Returns:
+        Indices of rows.
     """
     size = args.per_device_train_batch_size
     pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left

@@ -62,7 +62,7 @@ TRAINING = {
 # Evaluation sets, which are never trained on, by their names in configs.
 HELD_OUT = {
     "gsm8k": HubSet("openai/gsm8k", "MIT", "test", 1_319, config="main"),
-    gsm8k.GSM8K_HELD_OUT: TRAINING["gsm8k"],  # only its held-out questions are asked
+    gsm8k.GSM8K_HELD_OUT: TRAINING["gsm8k"],  # only its held-out questions are used
     "math500": HubSet("HuggingFaceH4/MATH-500", "MIT (as hendrycks/math)", "test", 500),
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "test_prefs", 2_000),
 }
@@ -87,20 +87,32 @@ FORMATS: dict[str, tuple[formats.Recognise, str]] = {  # of the others, and of p
 
 
 def read_rows(source: Source, key: str, seed: int, report: SourceReport | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source in the form that `filters` takes. key: where the config names it.
+    """Yield the rows of a source in the form that `filters` takes.
 
-    report: gets the format of each row, and its columns that were not read.
+    Args:
+        source: where the rows are.
+        key: key of the config that names the source, for messages.
+        seed: of embedded rows.
+        report: gets the format of each row, and the columns that were not read.
+
+    Raises:
+        UserError: the source cannot be read, or a row has no known format.
     """
     for place, row in _open(source, key, seed):
-        found = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
+        match = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
         if report is not None:
-            unread = formats.given_in(row) - found.columns - filters.columns_judged(source.kind)
-            report.recognised(found.format, unread)
-        yield found.row
+            unread = formats.used_columns(row) - match.columns - filters.columns_judged(source.kind)
+            report.recognised(match.format, unread)
+        yield match.row
 
 
 def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
-    """Return the kind of a file or a set on the Hub, judged by its first row. key: where it is named."""
+    """Return the kind of a file or a set on the Hub, judged by its first row.
+
+    Args:
+        path: of a file, or the name of a set.
+        key: key of the config that names it, for messages.
+    """
     for _, row in _open(Source(kind="messages", path=path), key, 0):
         return "messages" if isinstance(formats.as_pair(row), str) else "preferences"
     return "messages"
@@ -109,11 +121,20 @@ def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
 def evaluation_rows(
     path: str, kind: Literal["questions", "prompts", "recall", "preferences"], key: str, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the first rows of a local file, ready for a suite. key: where the config names it.
+    """Return the first rows of a local file, ready for a suite.
 
     {"question", "answer"} for questions, {"messages"} for prompts, {"messages", "answer"} for recall (the last message
     is the user's), {"chosen", "rejected"} for preferences (whole dialogues, equal but for the last answer). Columns
     that no suite needs are left out.
+
+    Args:
+        path: of the file.
+        kind: what the suite needs.
+        key: key of the config that names the file, for messages.
+        most: number of rows; None for all.
+
+    Raises:
+        UserError: the file cannot be read, or a row does not fit the suite.
     """
     if not path.endswith(DATA_FILES):
         raise UserError(f"{key}={path} is neither a known name nor a {DATA_FILES_IN_WORDS} file.")
@@ -121,13 +142,13 @@ def evaluation_rows(
     for place, row in islice(local.rows_of(Path(path), key), most):
         where = f"{key}: {place} of {path}"
         row = _recognised(row, kind, where).row
-        ready = _preferences(row, where) if kind == "preferences" else _asked(row, kind, where)
+        ready = _preferences(row, where) if kind == "preferences" else _question_row(row, kind, where)
         if (length := max(map(len, _texts(ready)))) > LONGEST_TEXT:
             raise UserError(f"{where} holds a text of {length:,} characters, more than a model reads. Remove the row.")
         rows.append(ready)
     if not rows:
-        wanted = ", ".join(COLUMNS[kind]) if kind in COLUMNS else FORMATS[kind][1]
-        raise UserError(f"{key}: {path} is empty. It should have rows with the columns {wanted}.")
+        expected = ", ".join(COLUMNS[kind]) if kind in COLUMNS else FORMATS[kind][1]
+        raise UserError(f"{key}: {path} is empty. It should have rows with the columns {expected}.")
     return rows
 
 
@@ -136,7 +157,7 @@ def _texts(row: dict[str, Any]) -> Iterator[str]:
         yield from [value] if isinstance(value, str) else [message["content"] for message in value]
 
 
-def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+def _question_row(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     """Return a row of questions, prompts or recall with the columns that a suite needs."""
     ready: dict[str, Any] = {}
     if kind != "questions":
@@ -154,23 +175,23 @@ def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
                 raise UserError(f"{where}: answer is {value}. It should be text or a number.")
             value = str(value)
         elif not filters.is_readable_text(value):
-            wanted = "text or a number" if name == "answer" else "text"
-            raise UserError(f"{where}: {name} should be {wanted}, but is {brief(value)}.")
+            expected = "text or a number" if name == "answer" else "text"
+            raise UserError(f"{where}: {name} should be {expected}, but is {brief(value)}.")
         ready[name] = value
     return ready
 
 
 def _preferences(row: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a pair as two whole dialogues."""
-    found = filters.dialogues_of_pair(row)
-    if not isinstance(found, str) and found[0][-1]["content"] == found[1][-1]["content"]:
-        found = "both answers are the same"
-    if isinstance(found, str):
+    pair = filters.dialogues_of_pair(row)
+    if not isinstance(pair, str) and pair[0][-1]["content"] == pair[1][-1]["content"]:
+        pair = "both answers are the same"
+    if isinstance(pair, str):
         raise UserError(
-            f"{where}: {found}. A pair is two dialogues that differ in the last answer alone, or `prompt` with two "
+            f"{where}: {pair}. A pair is two dialogues that differ in the last answer alone, or `prompt` with two "
             "answers."
         )
-    return dict(zip(("chosen", "rejected"), found, strict=True))
+    return dict(zip(("chosen", "rejected"), pair, strict=True))
 
 
 def _recognised(row: dict[str, Any], kind: str, where: str) -> formats.Recognised:

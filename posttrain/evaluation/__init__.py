@@ -1,6 +1,6 @@
-"""How good is a model?  Suites and their scores, forgetting, endpoints, the harness of others, pairs of answers.
+"""How good is a model?  Suites and scores, forgetting, endpoints, lm-evaluation-harness, preference pairs.
 
-The script evaluate_model.py puts them together; phase 3 measures what was forgotten with the same tasks.
+The script evaluate_model.py combines them; phase 3 measures forgetting with the same tasks.
 """
 
 import lazy_loader

@@ -7,10 +7,10 @@ from .scoring import play_baselines as play_baselines, run_task as run_task, sec
 from .store import ROWS as ROWS, Store as Store, digest as digest
 from .tasks import (
     build_tasks as build_tasks,
+    env_error as env_error,
     headline_levels as headline_levels,
     held_out_levels as held_out_levels,
     hub_sets as hub_sets,
-    raised as raised,
     sampling_seed as sampling_seed,
 )
 from .workers import run_tasks as run_tasks

@@ -1,8 +1,8 @@
-"""How is a model asked that somebody else serves?  One request at a time until it is answered, and none paid for twice.
+"""How does an evaluation get answers from a model that another program serves?  No answer is paid for twice.
 
-The client is that of the package openai. Three things are added to it: a deadline for the whole of an answer and a
-bound on its size; pauses that all requests share; and nothing is sent that openai reads from the environment. What is
-sent, the key included, goes to the address that was given or nowhere (no redirects, no proxies).
+The client is the one of the package openai, with three additions: a limit on the time and the size of a whole answer;
+pauses that all requests share; and openai's settings from environment variables are not sent. Requests, with the key,
+go to the configured address only: redirects and proxies are not used.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from envs.web import MOST_BYTES, BadStatus
 from posttrain.config import Endpoint, OptionalField
 from posttrain.types import SamplingParams, UserError
 
-PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # statuses that another attempt may not meet
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between attempts: doubled each time, less a random part
-LONGEST_WAIT = 600.0  # seconds that a server may ask to wait, and that it may answer nothing but 429
-RISE = 20  # answers after which a request more is under way at a time, where a 429 has lowered their number
-SECRET = 8  # characters from which a key is masked in answers: "none" and "EMPTY" are words, and no secrets
-OPTIONAL = get_args(OptionalField)  # fields of a request that can be left out
-HEADERS = ("host", "accept", "content-type", "content-length", "x-stainless-raw-response")  # of openai's, that are sent
-MOST_TOKENS = 10**12  # of one reply; a larger number is a mistake
+TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # statuses worth another attempt
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between attempts: doubled each time, then reduced at random
+LONGEST_WAIT = 600.0  # seconds: the longest Retry-After, and the longest time with status 429 alone
+RISE = 20  # answers after which one more request runs at a time, where a 429 has lowered the number
+SECRET = 8  # characters of the shortest key that is masked in answers: "none" and "EMPTY" are words
+OPTIONAL = get_args(OptionalField)  # fields of a request that may be left out
+HEADERS = ("host", "accept", "content-type", "content-length", "x-stainless-raw-response")  # of openai's, those sent
+MOST_TOKENS = 10**12  # of one reply; a larger number is an error of the server
 
 
-Usage = tuple[int | None, int | None]  # tokens of a prompt and of its answer, where they are known
+Usage = tuple[int | None, int | None]  # tokens of a prompt and of its answer; None where the server did not say
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a model said: Reply("Right.", finished=True, prompt_tokens=31, completion_tokens=3), as its server counts.
+    """An answer of a model: Reply("Right.", finished=True, prompt_tokens=31, completion_tokens=3).
 
-    finished: False where the longest answer cut it short. A number of tokens that the server does not tell is None.
+    finished: False if it was cut off at the longest answer. The server counts the tokens; None where it does not say.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Reply:
 
 
 class Nonsense(ValueError):
-    """A reply with status 200 that is not an answer; `usage` is what it cost, where it says so."""
+    """A reply with status 200 that is not an answer; `usage` is its cost in tokens, where it says so."""
 
     def __init__(self, words: str, usage: Usage = (None, None)) -> None:
         super().__init__(words)
@@ -63,31 +63,39 @@ class Nonsense(ValueError):
 
 
 def api_key(endpoint: Endpoint) -> str | None:
-    """Return the key from the environment; UserError, which never shows it, where it is missing or malformed."""
+    """Return the key from the environment variable of an endpoint; None where it needs no key.
+
+    Raises:
+        UserError: the key is missing or malformed. The message never contains the key.
+    """
     name = endpoint.api_key_env
     if name is None:
         return None
     key = os.environ.get(name, "").strip()
     if not key:
-        raise UserError(f"the environment variable {name}, which holds the key of {endpoint.endpoint}, is not set.")
+        raise UserError(
+            f"the environment variable {name}, which should hold the key of {endpoint.endpoint}, is not set."
+        )
     if not re.fullmatch("[!-~]+", key):
-        raise UserError(f"the environment variable {name} holds spaces or letters that no key has: set it again.")
+        raise UserError(
+            f"the environment variable {name} holds spaces or other characters that no key has: set it again."
+        )
     return key
 
 
 class Pace:
-    """Decides when a request may begin: all keep to one pause, and a 429 halves how many are under way."""
+    """Decides when a request may start: all wait for one shared pause, and a 429 halves how many run at a time."""
 
     def __init__(self, most: int, over: asyncio.Event) -> None:
         self._most, self._allowed, self._over = most, most, over
         self._slots, self._withheld = asyncio.Semaphore(most), 0
         self._not_before = self._lowered = 0.0
-        self._answers = self._refusals = 0  # since the number was lowered; since the last answer
+        self._answers = self._refusals = 0  # answers since the number was lowered; refusals since the last answer
         self._since: float | None = None  # the first 429 since the last answer
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[float]:
-        """Wait until a request may begin, and give the time; the next one may begin when this ends."""
+        """Wait until a request may start, and yield the time; the slot is free again when the context ends."""
         await self._slots.acquire()
         try:
             while (left := self._not_before - time.monotonic()) > 0 and not self._over.is_set():
@@ -103,39 +111,43 @@ class Pace:
             self._slots.release()
 
     def pause(self, seconds: float) -> None:
-        """Let nothing begin before these are over; a random part keeps several programs from coming back together."""
+        """Start no request for so long; a random part keeps several programs from returning at the same moment."""
         self._not_before = max(self._not_before, time.monotonic() + seconds * random.uniform(1, 1.1))
 
     def answered(self) -> None:
+        """Count an answer, and after enough of them let one more request run at a time."""
         self._since, self._refusals, self._answers = None, 0, self._answers + 1
         if self._answers % RISE == 0 and self._allowed < self._most:
             self._allowed += 1
             self._give_back()
 
-    def limited(self, began: float, asked: float) -> float:
-        """After a 429 to a request that began then: return the seconds since the first one without an answer since."""
+    def limited(self, began: float, wait: float) -> float:
+        """Record a 429, and return for how many seconds no request has been answered with anything else.
+
+        began: when the refused request was sent. wait: seconds of its Retry-After, or 0.
+        """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
-        if began >= self._lowered:  # of requests that were under way together, one lowers the number
+        if began >= self._lowered:  # of requests that ran together, only one lowers the number
             fewer = max(1, self._allowed // 2)
             self._withheld += self._allowed - fewer
             self._lowered, self._answers, self._allowed = now, 0, fewer
             self._refusals += 1
-            self.pause(asked or pause_after(self._refusals - 1))
+            self.pause(wait or pause_after(self._refusals - 1))
         return now - self._since
 
 
 async def sleep(seconds: float, over: asyncio.Event) -> None:
-    """Wait so long, or until the run is over."""
+    """Wait for so many seconds, or until the event is set."""
     with suppress(TimeoutError):
         await asyncio.wait_for(over.wait(), seconds)
 
 
 class Client:
-    """Asks one model, `concurrency` requests at a time, and keeps each reply in the file `kept` as soon as it is there.
+    """Sends requests to one model, `concurrency` at a time, and appends each reply to the file `kept` when it arrives.
 
-    A request whose reply is in that file is not sent. UserError, with what to do, where the server refuses a request or
-    has failed `attempts` times; what was under way by then is still waited for and kept.
+    A request whose reply is in that file is not sent. The future of a reply raises UserError where the server refuses
+    a request or has failed `attempts` times; replies to requests that were sent before are still awaited and kept.
     """
 
     def __init__(self, endpoint: Endpoint, kept: Path) -> None:
@@ -150,7 +162,7 @@ class Client:
         http = DefaultAsyncHttpxClient(
             follow_redirects=False, trust_env=False, verify=ssl.create_default_context(), event_hooks=hooks
         )
-        self._openai = AsyncOpenAI(  # a hook sets the key: without one here, openai would look for another
+        self._openai = AsyncOpenAI(  # a hook sets the key; without one openai looks in the environment
             base_url=endpoint.endpoint, api_key="none", timeout=None, max_retries=0, http_client=http
         )
         self._loop = asyncio.new_event_loop()
@@ -173,12 +185,12 @@ class Client:
         await self._loop.shutdown_default_executor()
 
     def begin(self, messages: Sequence[dict[str, str]], params: SamplingParams, seed: int) -> Future[Reply]:
-        """Return the reply to come."""
+        """Send a request, unless its reply is kept, and return the future of the reply."""
         return asyncio.run_coroutine_threadsafe(self._reply(request(self.endpoint, messages, params, seed)), self._loop)
 
     async def _reply(self, content: dict[str, Any]) -> Reply:
         sent = {key: value for key, value in content.items() if key not in self.endpoint.leave_out}
-        # the seed always counts: a prompt that is asked several times gets an answer each
+        # the seed always counts, so that a prompt with several samples gets an answer for each
         name = hashlib.sha256(json.dumps(sent | {"seed": content["seed"]}, sort_keys=True).encode()).hexdigest()
         if name not in self._replies:
             reply = await self._attempts(sent)
@@ -198,23 +210,23 @@ class Client:
                 try:
                     reply = read_reply(json.loads(await self._send(content)), content[self.endpoint.tokens_field])
                 except BadStatus as error:
-                    failed = self._not_now(error, began)
-                    attempt -= error.status == 429  # nothing has failed
+                    failed = self._temporary_failure(error, began)
+                    attempt -= error.status == 429  # not a failure
                 except Nonsense as error:
                     failed = str(error)
                     if error.usage != (None, None):
                         self._keep("", Reply("", False, *error.usage))
                 except TimeoutError:
                     failed = f"it did not answer in {self.endpoint.timeout:g} s"
-                except Exception as error:  # of httpx or httpx2, by openai's version, of the socket, of json
+                except Exception as error:  # of httpx or httpx2 (by the version of openai), of the socket, of json
                     failed = self._without_key(cause(error))[:300]
                 else:
                     self._pace.answered()
                     return replace(reply, text=self._without_key(reply.text, SECRET))
-        raise self._give_up(f"has not answered a request {self.endpoint.attempts} times; at last: {failed}.") from None
+        raise self._give_up(f"has not answered a request {self.endpoint.attempts} times; the last: {failed}.") from None
 
     async def _send(self, content: dict[str, Any]) -> bytes:
-        """Return a reply with status 200, complete before the deadline; timeouts of httpx limit each pause alone."""
+        """Return the body of a reply with status 200, complete within `timeout`; httpx limits single pauses alone."""
         named = {name: content[name] for name in ("model", "messages")}
         rest = {name: value for name, value in content.items() if name not in named}
         completions: Any = self._openai.chat.completions.with_streaming_response
@@ -225,35 +237,39 @@ class Client:
             return await read_bounded(response.http_response)
 
     async def _clean_headers(self, sent: Any) -> None:
-        """Take out what openai adds from the environment (OPENAI_CUSTOM_HEADERS, ...) and tells about this machine."""
+        """Remove the headers that openai takes from the environment or that describe this machine, and set the key."""
         for name in [name for name in sent.headers if name not in HEADERS]:
             del sent.headers[name]
-        sent.headers["Connection"] = "close"  # one that its server closes at that moment would cost an attempt
+        sent.headers["Connection"] = "close"  # a reused connection may just be closing, which costs an attempt
         if self._key:
             sent.headers["Authorization"] = f"Bearer {self._key}"
 
-    def _not_now(self, error: BadStatus, began: float) -> str:
-        """Return what a status says that may pass; UserError, which ends the run, where it does not."""
-        if error.status not in PASSING:
+    def _temporary_failure(self, error: BadStatus, began: float) -> str:
+        """Return the words for a temporary status, after which the request is sent again.
+
+        Raises:
+            UserError: the status is not temporary, or the server asks for too long a pause.
+        """
+        if error.status not in TEMPORARY:
             raise self._give_up(self._refusal(error)) from None
         failed = f"status {error.status}" + (f": {words}" if (words := self._words(error)) else "")
         if error.status == 429 and "insufficient_quota" in error.reply:
             raise self._give_up(f"has no quota left for this key ({failed}).") from None
-        asked = seconds_of(error.retry_after) or 0.0
-        if asked > LONGEST_WAIT:
-            words = f"asks to wait {asked:.0f} s before the next request ({failed}). Go on later, with --resume."
+        wait = seconds_of(error.retry_after) or 0.0
+        if wait > LONGEST_WAIT:
+            words = f"asks to wait {wait:.0f} s before the next request ({failed}). Continue later with --resume."
             raise self._give_up(words) from None
-        if error.status == 429 and self._pace.limited(began, asked) > LONGEST_WAIT:
-            words = f"has answered nothing but {failed} for {LONGEST_WAIT:g} s. Go on later, with --resume."
+        if error.status == 429 and self._pace.limited(began, wait) > LONGEST_WAIT:
+            words = f"has answered nothing but {failed} for {LONGEST_WAIT:g} s. Continue later with --resume."
             raise self._give_up(words) from None
-        if asked:
-            self._pace.pause(asked)
+        if wait:
+            self._pace.pause(wait)
         return failed
 
     def _give_up(self, words: str) -> UserError:
-        """End all requests that are not under way; return what the first of the failures says."""
+        """Send no further request, and return the error of the first failure."""
         if not self._over.is_set():
-            words = f"{self.endpoint.endpoint} ({self.endpoint.model}) {words} What it has answered is kept."
+            words = f"{self.endpoint.endpoint} ({self.endpoint.model}) {words} Its answers so far are kept."
             self._problem = UserError(words)
             self._over.set()
         return self._problem
@@ -263,10 +279,11 @@ class Client:
             which = f"the key in {self.endpoint.api_key_env}" if self._key else "a request without a key (api_key_env)"
             return f"refuses {which} (status {error.status})."
         words = self._words(error)
-        return f"refuses the request with status {error.status}: {words or 'no words'}. {remedy(words, self.endpoint)}"
+        words, what_to_write = words or "no reason given", remedy(words, self.endpoint)
+        return f"refuses the request with status {error.status}: {words}. {what_to_write}"
 
     def _words(self, error: BadStatus) -> str:
-        """Return how a reply begins, cut after the key is masked, of which otherwise a part would remain."""
+        """Return the beginning of a reply. The key is masked before the text is cut, or a part of it could remain."""
         return " ".join(self._without_key(error.reply).split())[:300]
 
     def _without_key(self, text: str, least: int = 1) -> str:
@@ -274,19 +291,19 @@ class Client:
 
     def _keep(self, name: str, reply: Reply) -> None:
         self.kept.parent.mkdir(parents=True, exist_ok=True)
-        with self.kept.open("a", encoding="utf-8") as file:  # the line before may have been cut short
+        with self.kept.open("a", encoding="utf-8") as file:  # the line before may be incomplete
             file.write("\n" + json.dumps({"request": name, **asdict(reply)}) + "\n")
 
 
 async def refuse_status(response: Any) -> None:
-    """Raise BadStatus for any status but 200, also for a redirect; openai would read all of such a reply."""
+    """Raise BadStatus for any status but 200, redirects included; openai would read such a reply without a limit."""
     if response.status_code != 200:
         reply = (await read_bounded(response)).decode(errors="replace")
         raise BadStatus(response.status_code, response.headers.get("Retry-After", ""), reply)
 
 
 async def read_bounded(response: Any) -> bytes:
-    """Return what a response of httpx holds; ValueError where it has more than MOST_BYTES."""
+    """Return the body of a response of httpx; raise ValueError where it has more than MOST_BYTES."""
     reply = bytearray()
     async for piece in response.aiter_raw():
         reply += piece
@@ -296,7 +313,7 @@ async def read_bounded(response: Any) -> bytes:
 
 
 def cause(error: BaseException) -> str:
-    """Say what was at the root of an error: openai and httpx each wrap that of the layer below."""
+    """Return the words of the first error in a chain: openai and httpx each wrap the error of the layer below."""
     while (under := error.__cause__ or error.__context__) is not None:
         error = under
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -305,7 +322,7 @@ def cause(error: BaseException) -> str:
 def request(
     endpoint: Endpoint, messages: Sequence[dict[str, str]], params: SamplingParams, seed: int
 ) -> dict[str, Any]:
-    """Return the body of a request; what OpenAI has no name for has vLLM's, and is left out where it is neutral."""
+    """Return the body of a request. Settings that OpenAI does not have are named as in vLLM, and only sent if set."""
     content: dict[str, Any] = {
         "model": endpoint.model,
         "messages": [{"role": message["role"], "content": message["content"]} for message in messages],
@@ -320,75 +337,78 @@ def request(
 
 
 def remedy(words: str, endpoint: Endpoint) -> str:
-    """Say what to change in the config after a refusal in these words.
+    """Return what to change in the config after a server has refused a request with these words.
 
     >>> remedy("unknown field: seed", Endpoint(endpoint="http://127.0.0.1:8000/v1", model="m"))
-    "If it does not take seed, write leave_out: [seed] in this checkpoint's section."
+    "If it does not accept seed, write leave_out: [seed] in this checkpoint's section."
     """
     named = [name for name in (*OPTIONAL, endpoint.tokens_field) if re.search(rf"(?<!\w){name}(?!\w)", words)]
     fields = [name for name in named if name in OPTIONAL]
     if fields:
         all_of_them = ", ".join([*endpoint.leave_out, *fields])
         return (
-            f"If it does not take {', '.join(fields)}, write leave_out: [{all_of_them}] in this checkpoint's section."
+            f"If it does not accept {', '.join(fields)}, write leave_out: [{all_of_them}] in this checkpoint's section."
         )
     if named:
         (other,) = {"max_tokens", "max_completion_tokens"} - set(named)
         return (
-            f"If it has another name for the longest answer, write tokens_field: {other} in this checkpoint's section."
+            f"If it names the limit of an answer otherwise, write tokens_field: {other} in this checkpoint's section."
         )
-    return f"Change this checkpoint's section; leave_out there names what is not to be sent, of {', '.join(OPTIONAL)}."
+    return f"Change this checkpoint's section; with leave_out some of {', '.join(OPTIONAL)} are not sent."
 
 
 def read_reply(answer: Any, longest: int | None = None) -> Reply:
-    """Return what a chat completion says; Nonsense where the reply is not a chat completion.
+    """Return the answer in a chat completion.
 
-    A thought that the server returns apart (`reasoning_content`) is put back in front of the answer, in its tags. Where
-    finish_reason is missing, the answer is finished unless it is known to have `longest` tokens.
+    A thought that the server returns separately (`reasoning_content`) is put in front of the answer, in <think> tags.
+    Without finish_reason an answer is finished unless the server says that it has `longest` tokens.
+
+    Raises:
+        Nonsense: the reply is not a chat completion.
     """
-    paid = usage_of(answer)
+    usage = usage_of(answer)
     try:
         choice = answer["choices"][0]
         message, reason = choice["message"], choice.get("finish_reason")
         text, thought = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
     except (LookupError, TypeError, AttributeError):
-        raise Nonsense("a reply without choices[0].message", paid) from None
+        raise Nonsense("a reply without choices[0].message", usage) from None
     if not isinstance(text, str | None) or not isinstance(thought, str | None):
-        raise Nonsense("a reply whose content is not text", paid)
+        raise Nonsense("a reply whose content is not text", usage)
     if text is None and thought is None and reason != "content_filter":
-        raise Nonsense("a reply without a text", paid)
+        raise Nonsense("a reply without a text", usage)
     text = (f"<think>{thought}</think>" if thought else "") + (text or "")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Nonsense("a reply with half a character", paid) from None
-    full = longest is not None and paid[1] is not None and paid[1] >= longest
-    return Reply(text, reason != "length" and not (full and reason is None), *paid)
+        raise Nonsense("a reply with half a character", usage) from None
+    full = longest is not None and usage[1] is not None and usage[1] >= longest
+    return Reply(text, reason != "length" and not (full and reason is None), *usage)
 
 
 def usage_of(answer: Any) -> Usage:
-    """Return (prompt tokens, completion tokens) of an answer, as far as it says them."""
+    """Return (prompt tokens, completion tokens) of an answer; None for each that it does not say."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
     usage = usage if isinstance(usage, dict) else {}
     return tokens_of(usage.get("prompt_tokens")), tokens_of(usage.get("completion_tokens"))
 
 
 def tokens_of(number: Any) -> int | None:
-    """Return 10 for 10 and for 10.0, and None for what cannot be a number of tokens."""
+    """Return a number of tokens as int (10 for 10.0), and None for anything that cannot be one."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= MOST_TOKENS:
         return None
     return int(number) if number == int(number) else None
 
 
 def read_kept(kept: Path) -> dict[str, Reply]:
-    """Return the replies in a file by request; a line that was cut short is skipped."""
+    """Return the replies in a file by the digest of their request; incomplete lines are skipped."""
     return {name: reply for name, reply in _lines(kept) if name}
 
 
 def spent(kept: Path) -> tuple[int, int, int, int]:
-    """Return what was paid for: (replies, tokens of prompts, of answers, replies that do not say both).
+    """Return what was paid for: (replies, prompt tokens, completion tokens, replies that do not say both).
 
-    Replies that were of no use count as well.
+    Malformed replies count as well.
     """
     replies = [reply for _, reply in _lines(kept)]
     prompts, answers = ([one.prompt_tokens for one in replies], [one.completion_tokens for one in replies])
@@ -397,29 +417,29 @@ def spent(kept: Path) -> tuple[int, int, int, int]:
 
 
 def _lines(kept: Path) -> list[tuple[str, Reply]]:
-    found = []
+    lines = []
     if kept.is_file():
         for line in kept.read_bytes().split(b"\n"):
             with suppress(ValueError, TypeError, KeyError):
                 row = json.loads(line)
                 usage = {name: tokens_of(row[name]) for name in ("prompt_tokens", "completion_tokens")}
-                found.append((row.pop("request"), Reply(**row | usage)))
-    return found
+                lines.append((row.pop("request"), Reply(**row | usage)))
+    return lines
 
 
 def pause_after(failures: int) -> float:
-    """Return seconds: twice as many after each failure, less a random part."""
+    """Return the seconds to wait after so many failures: doubled each time, then reduced at random."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 30)) * random.uniform(0.5, 1)
 
 
 def forms_of(key: str) -> re.Pattern[str]:
-    """Return a pattern of a key as a server may repeat it: as it is, or escaped (repeatedly) as in JSON or a URL."""
+    """Return a pattern that finds a key as a server may repeat it: plain, or escaped as in JSON or a URL."""
     letters = (rf"(?:\\{{0,8}}{re.escape(c)}|(?i:\\{{1,8}}u00{ord(c):02x}|%{ord(c):02x}))" for c in key)
     return re.compile("".join(letters))
 
 
 def seconds_of(header: str) -> float | None:
-    """Return what Retry-After asks for, given as seconds or as a date; None where it says nothing."""
+    """Return the seconds of a Retry-After header, which holds seconds or a date; None where it holds neither."""
     with suppress(ValueError):
         return max(0.0, float(header)) if float(header) == float(header) else None
     with suppress(ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""How does an endpoint take part in an evaluation?  What it is not asked, where replies are kept, their cost."""
+"""How does an endpoint take part in an evaluation?  Which tasks it gets, where replies are kept, what they cost."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from posttrain.models import Chat
 
 
-def left_out(cfg: EvaluateRun, task: Task) -> str:
-    """Return why an endpoint is not asked this task, in a sentence; empty where it is asked."""
+def why_left_out(cfg: EvaluateRun, task: Task) -> str:
+    """Return why an endpoint does not get this task, in a sentence; an empty string where it does."""
     if task.suite == "preferences":
-        return "Preferences compare log-probs of given answers, which an endpoint does not tell."
+        return "Preferences compare log-probs of given answers, which an endpoint does not return."
     if task.suite == "repetition" and not cfg.local:
-        return "Repetition is counted in tokens of the first local checkpoint, and all of these are endpoints."
+        return "Repetition is counted in tokens of the first local checkpoint, and all checkpoints are endpoints."
     return ""
 
 
 def counting_chat(cfg: EvaluateRun) -> Chat | None:
-    """Return the chat of the first local checkpoint, in whose tokens contexts are cut and repetition is counted."""
+    """Return the chat of the first local checkpoint, whose tokenizer limits contexts and counts repetition."""
     from posttrain import models
     from posttrain.config import ModelSection
 
@@ -35,9 +35,9 @@ def counting_chat(cfg: EvaluateRun) -> Chat | None:
 
 
 def replies_file(cfg: EvaluateRun, name: str, task: Task) -> Path:
-    """Return where the replies to a task are kept until the evaluation has ended, also where other items fail.
+    """Return the file that keeps the replies to a task until the evaluation has ended, also after a failure.
 
-    The file's name says who was asked what, so that a checkpoint may get another name.
+    Its name depends on server, model and task and not on the checkpoint's name, which may change.
     """
     facts = [task.suite, task.source, task.part, task.setting]
     return _folder(cfg) / f"replies-{_who(cfg, name)}-{_digest(facts)}.jsonl"
@@ -50,10 +50,10 @@ def _folder(cfg: EvaluateRun) -> Path:
 
 
 def _who(cfg: EvaluateRun, name: str) -> str:
-    """Return a digest of server and model; an endpoint that is listed under two names is asked twice."""
-    asked = [(one.endpoint, one.model) for one in cfg.endpoints.values()]
+    """Return a digest of server and model; an endpoint that is listed under two names has two digests."""
+    models = [(one.endpoint, one.model) for one in cfg.endpoints.values()]
     place = list(cfg.endpoints).index(name)
-    return _digest([*asked[place], asked[:place].count(asked[place])])
+    return _digest([*models[place], models[:place].count(models[place])])
 
 
 def _digest(facts: list[Any]) -> str:
@@ -61,29 +61,36 @@ def _digest(facts: list[Any]) -> str:
 
 
 def endpoint_costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
-    """Return for each endpoint what was paid for, in processes that were cut short too, and what was left out."""
+    """Return for each endpoint what was paid for, in interrupted processes as well, and the tasks it did not get.
+
+    {"gpt": {"replies": 412, "prompt_tokens": 120000, "completion_tokens": 31000, "cost": 0.53,
+     "replies_without_tokens": 0, "fields_left_out": [], "left_out": {"preferences": "Preferences compare ..."}}}
+    """
     from posttrain.evaluation.endpoint import spent
 
-    found: dict[str, Record] = {}
+    costs: dict[str, Record] = {}
     for name, endpoint in cfg.endpoints.items():
-        paid = [spent(file) for file in sorted(_folder(cfg).glob(f"replies-{_who(cfg, name)}-*.jsonl"))]
-        replies, prompt, answers, unknown = (sum(column) for column in zip(*paid, strict=True)) if paid else (0,) * 4
+        files = [spent(file) for file in sorted(_folder(cfg).glob(f"replies-{_who(cfg, name)}-*.jsonl"))]
+        replies, prompt, answers, unknown = (sum(column) for column in zip(*files, strict=True)) if files else (0,) * 4
         one: Record = {"replies": replies, "prompt_tokens": prompt, "completion_tokens": answers, "cost": None}
         one["replies_without_tokens"] = unknown
         one["fields_left_out"] = endpoint.leave_out
         if endpoint.price_input is not None and endpoint.price_output is not None:
             one["cost"] = (prompt * endpoint.price_input + answers * endpoint.price_output) / 1e6
-        found[name] = one | {"left_out": {task.suite: words for task in tasks if (words := left_out(cfg, task))}}
-    return found
+        costs[name] = one | {"left_out": {task.suite: words for task in tasks if (words := why_left_out(cfg, task))}}
+    return costs
 
 
-def costs_in_words(paid: Record) -> str:
-    """Say: 412 replies, 120,000 tokens of prompts and 31,000 of answers, which cost 0.53. Preferences compare ..."""
-    words = f"{paid['replies']:,} replies, {paid['prompt_tokens']:,} tokens of prompts and "
-    words += f"{paid['completion_tokens']:,} of answers"
-    words += "." if paid["cost"] is None else f", which cost {paid['cost']:.4g}."
-    if unknown := paid["replies_without_tokens"]:
-        words += f" Of {unknown:,} the server did not tell the tokens: it is more than that."
-    if fields := paid["fields_left_out"]:
-        words += f" Its requests had no {', '.join(fields)}: the server's own values hold."
-    return " ".join([words, *dict.fromkeys(paid["left_out"].values())])
+def costs_in_words(costs: Record) -> str:
+    """Return e.g. "412 replies, 120,000 tokens of prompts and 31,000 of answers, which cost 0.53."
+
+    costs: an entry of `endpoint_costs`.
+    """
+    words = f"{costs['replies']:,} replies, {costs['prompt_tokens']:,} tokens of prompts and "
+    words += f"{costs['completion_tokens']:,} of answers"
+    words += "." if costs["cost"] is None else f", which cost {costs['cost']:.4g}."
+    if unknown := costs["replies_without_tokens"]:
+        words += f" The server did not report the tokens of {unknown:,} replies, so the true figures are higher."
+    if fields := costs["fields_left_out"]:
+        words += f" Its requests were sent without {', '.join(fields)}: the server's own values apply."
+    return " ".join([words, *dict.fromkeys(costs["left_out"].values())])

@@ -1,4 +1,4 @@
-"""What do the rows of an evaluation come to?  Shares with intervals for each checkpoint, and paired differences."""
+"""Which figures follow from the rows of an evaluation?  Rates with intervals by checkpoint, and paired differences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from posttrain.config import EvaluateRun
 from posttrain.evaluation.tasks import headline
 from posttrain.types import Record, derive_seed
 
-# What is compared between two checkpoints, item by item. `equal_length` cuts each pair of answers to the shorter one.
+# The metrics compared between two checkpoints, item by item. `equal_length`: seq_rep_4 with both answers of an item cut
+# to the shorter one.
 COMPARED = {
     "math": ("accuracy", "last_number", "tokens"),
     "repetition": ("equal_length", "seq_rep_4", "seq_rep_4_first", "longest_repeat", "never_stops", "tokens"),
@@ -23,27 +24,34 @@ COMPARED = {
 }
 
 
-def summarise(cfg: EvaluateRun, rows: list[Record], everybody: dict[str, list[Record]]) -> dict[str, Any]:
-    """A checkpoint's part of results.json: {"math": {"accuracy": 0.7, "n": 200, "low": ..., "settings": ...}, ...}."""
+def summarise(cfg: EvaluateRun, rows: list[Record], by_checkpoint: dict[str, list[Record]]) -> dict[str, Any]:
+    """Return a checkpoint's part of results.json.
+
+    {"math": {"gsm8k": {"accuracy": 0.7, "n": 200, "low": ..., "settings": ...}}, "recall": {"accuracy": ...}, ...}
+
+    Args:
+        rows: of the checkpoint.
+        by_checkpoint: the rows of all checkpoints, for the comparison with the reference of `suites.preferences`.
+    """
     by_suite: dict[str, dict[tuple[str, str], list[Record]]] = {}
     for row in rows:
         by_suite.setdefault(row["suite"], {}).setdefault((row["setting"], row["part"]), []).append(row)
     summary: dict[str, Any] = {}
     for suite, by_part in by_suite.items():
         settings: dict[str, Any] = {}
-        for (setting, part), found in by_part.items():
-            settings.setdefault(setting, {})[part] = found
+        for (setting, part), part_rows in by_part.items():
+            settings.setdefault(setting, {})[part] = part_rows
         if suite == "envs":
             parts = {part for _, part in by_part}
             summary[suite] = {
                 env: _with_settings(cfg, suite, {s: env_figures(by[env]) for s, by in settings.items()})
                 for env in sorted(parts, key=[part for _, part in by_part].index)
             }
-        elif suite == "math":  # by source: what is unlike is never counted together
+        elif suite == "math":  # by source: different sources are never counted together
             sources: dict[str, dict[str, dict[str, list[Record]]]] = {}
             for setting, parts in settings.items():
-                for part, found in parts.items():
-                    sources.setdefault(found[0]["source"], {}).setdefault(setting, {})[part] = found
+                for part, part_rows in parts.items():
+                    sources.setdefault(part_rows[0]["source"], {}).setdefault(setting, {})[part] = part_rows
             summary[suite] = {
                 source: _with_settings(cfg, suite, {s: _math_figures(by) for s, by in by_setting.items()})
                 for source, by_setting in sources.items()
@@ -54,7 +62,7 @@ def summarise(cfg: EvaluateRun, rows: list[Record], everybody: dict[str, list[Re
             figures = {s: _repetition_figures(cfg, by[""]) for s, by in settings.items()}
             summary[suite] = _with_settings(cfg, suite, figures)
         else:
-            summary[suite] = _preference_figures(cfg, settings[""][""], everybody)
+            summary[suite] = _preference_figures(cfg, settings[""][""], by_checkpoint)
     return summary
 
 
@@ -90,15 +98,15 @@ def _repetition_figures(cfg: EvaluateRun, rows: Sequence[Record]) -> Record:
     return figures | {"n": len(rows), "low": interval.low, "high": interval.high}
 
 
-def _preference_figures(cfg: EvaluateRun, rows: Sequence[Record], everybody: dict[str, list[Record]]) -> Record:
-    """Besides the accuracy: whose reward beta * log(pi / pi_ref) is higher, which needs no beta to compare."""
+def _preference_figures(cfg: EvaluateRun, rows: Sequence[Record], by_checkpoint: dict[str, list[Record]]) -> Record:
+    """Return the accuracy, and DPO's reward accuracy: how often log(pi / pi_ref) is higher for the chosen answer."""
     assert cfg.suites.preferences is not None
     figures = _share(rows) | {
         name: fmean(row[name] for row in rows) for name in ("chosen_logprob", "rejected_logprob", "margin")
     }
     reference = cfg.suites.preferences.reference
-    if reference in everybody and reference != rows[0]["checkpoint"]:
-        before = [row for row in everybody[reference] if row["suite"] == "preferences"]
+    if reference in by_checkpoint and reference != rows[0]["checkpoint"]:
+        before = [row for row in by_checkpoint[reference] if row["suite"] == "preferences"]
         rewarded = [{"accuracy": row["margin"] > old["margin"]} for row, old in zip(rows, before, strict=True)]
         share = _share(rewarded)
         figures |= {"reward_accuracy": share["accuracy"], "reward_low": share["low"], "reward_high": share["high"]}
@@ -107,34 +115,35 @@ def _preference_figures(cfg: EvaluateRun, rows: Sequence[Record], everybody: dic
 
 
 def env_figures(rows: Sequence[Record]) -> Record:
+    """Return the figures of the episodes of one environment, played by a model or a scripted policy."""
     from posttrain.starpo import Summary, aggregate  # loads torch, which --help does without
 
     won, levels = [bool(row["success"]) for row in rows], [row["level"] for row in rows]
     low, high = metrics.wilson_of_levels(won, levels)
     figures: Record = {"success": fmean(won), "low": low, "high": high}
     figures |= {"episodes": len(rows), "levels": len(set(levels))}
-    found = aggregate([Summary.of_record(row) for row in rows])
+    means = aggregate([Summary.of_record(row) for row in rows])
     figures |= {
-        "return": found["reward"],
+        "return": means["reward"],
         "failures": dict(sorted(Counter(row["failure"] for row in rows if row["failure"]).items())),
-        "turns": found["turns"],
+        "turns": means["turns"],
     }
     if "invalid_turns" in rows[0]:  # played by a model
         figures |= {
             "penalties": fmean(row["penalties"] for row in rows),
-            "invalid_turns": found["invalid_turns"],
-            "unfinished_turns": found["unfinished_turns"],
-            "crashed": found["crashed"],
+            "invalid_turns": means["invalid_turns"],
+            "unfinished_turns": means["unfinished_turns"],
+            "crashed": means["crashed"],
         }
     return figures
 
 
 def compare(cfg: EvaluateRun, rows: dict[str, list[Record]]) -> list[Record]:
-    """Paired differences, each checkpoint against the one before it and against the first.
+    """Return paired differences: of each checkpoint to the one before it and to the first.
 
     {"from": "phase1", "to": "phase2", "suite": "repetition", "part": "", "setting": "chat", "metric": "equal_length",
      "before": 0.21, "after": 0.11, "value": -0.1, "low": -0.13, "high": -0.07, "n": 100}
-    In math, part is a source or one of the parts of a source.
+    In math, `part` is a source or a part of a source.
     """
     names = list(rows)
     pairs = list(dict.fromkeys([*itertools.pairwise(names), *((names[0], name) for name in names[1:])]))
@@ -146,7 +155,7 @@ def compare(cfg: EvaluateRun, rows: dict[str, list[Record]]) -> list[Record]:
     seed, differences = derive_seed(cfg.seed, "bootstrap"), []
     for old, new in pairs:
         for (suite, part, setting), before in by_task[old].items():
-            if (suite, part, setting) not in by_task[new]:  # an endpoint is not asked everything
+            if (suite, part, setting) not in by_task[new]:  # endpoints do not get all tasks
                 continue
             after = by_task[new][suite, part, setting]
             for metric in COMPARED[suite]:
@@ -159,7 +168,7 @@ def compare(cfg: EvaluateRun, rows: dict[str, list[Record]]) -> list[Record]:
 
 
 def _values(metric: str, before: Sequence[Record], after: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """One figure per item, from both checkpoints; one per level where levels are played several times."""
+    """Return a metric of both checkpoints, item by item; for environments the mean of each level."""
     if metric == "equal_length":
         cut = metrics.at_equal_length([row["ids"] for row in before], [row["ids"] for row in after])
         return [metrics.seq_rep_n(ids) for ids in cut[0]], [metrics.seq_rep_n(ids) for ids in cut[1]]

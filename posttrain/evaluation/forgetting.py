@@ -1,6 +1,6 @@
-"""Can the policy of phase 3 still do what phases 1 and 2 taught it?  `evaluation.suites`, asked while it is trained.
+"""Can the policy of phase 3 still do what phases 1 and 2 taught it?  `evaluation.suites`, measured during training.
 
-These are the evaluator's tasks and scores, with the run's own sampler instead of a model that is loaded anew.
+Tasks and scores are those of evaluate_model.py; the answers come from the run's own sampler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ SETTINGS = {"math": "greedy", "recall": "greedy", "repetition": "sampled"}
 
 
 class FormerTasks:
-    """The tasks of `evaluation.suites`, the same at each evaluation. A UserError where a prompt has no room."""
+    """The tasks of `evaluation.suites`, the same at each evaluation.
+
+    Raises:
+        UserError: a prompt leaves no room for its answer in `rollout.max_context`.
+    """
 
     def __init__(self, cfg: StarPORun, chat: Chat) -> None:
         self.cfg, self.chat, self.config = cfg, chat, as_evaluation(cfg)
@@ -38,12 +42,15 @@ class FormerTasks:
                     )
 
     def measure(self, sampler: Sampler, policy: Any, first: dict[str, list[float]]) -> dict[str, float]:
-        """Figures with their 95 % intervals, of all processes together; one without a finite log-prob is left out.
+        """Return figures with 95 % intervals over the items of all processes. A collective call.
 
         {"evaluation/recall/accuracy": 0.73, "evaluation/recall/low": 0.65, "evaluation/recall/high": 0.80,
         "evaluation/recall/n": 64, "evaluation/math/gsm8k/accuracy": ..., "evaluation/repetition/seq_rep_4": ..., ...}
-        first: is given which items were right at the first evaluation, and compared with at the later ones: `change` of
-        the accuracy, item by item, and its standard error.
+        A suite whose log-probs are not finite is left out.
+
+        Args:
+            first: by suite, which items were right at the first evaluation, which fills it in. Later evaluations
+                return the `change` of the accuracy since then, item by item, and its standard error.
         """
         rows: list[Record] = []
         with MathJudge() as judge:
@@ -51,14 +58,14 @@ class FormerTasks:
                 mine = task.only(parallel.mine(len(task.items)))
                 try:
                     own = self._rows(mine, sampler, policy, judge)
-                except ScoresNotFinite:  # of which the levels' own log-probs tell
+                except ScoresNotFinite:  # the evaluation on levels reports it
                     own = []
                 whole = parallel.gather(own)
                 if len(whole) == len(task.items):
                     rows += task.described("policy", whole)
         summary = summarise(self.config, rows, {})
         figures = {f"math/{source}": shares for source, shares in summary.pop("math", {}).items()} | summary
-        found = {
+        measured = {
             f"evaluation/{suite}/{key}": shares[key]
             for suite, shares in figures.items()
             for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "n", "low", "high")
@@ -69,8 +76,8 @@ class FormerTasks:
             right = [float(row["accuracy"]) for row in rows if suite in (f"math/{row['source']}", row["suite"])]
             if (before := first.setdefault(suite, right)) is not right:
                 change, error = paired_difference({suite: before}, {suite: right})
-                found |= {f"evaluation/{suite}/change": change, f"evaluation/{suite}/change_error": error}
-        return found
+                measured |= {f"evaluation/{suite}/change": change, f"evaluation/{suite}/change_error": error}
+        return measured
 
     def _rows(self, task: Task, sampler: Sampler, policy: Any, judge: MathJudge) -> list[Record]:
         if task.params is None:
@@ -87,10 +94,10 @@ class FormerTasks:
 
 
 def as_evaluation(cfg: StarPORun) -> EvaluateRun:
-    """The evaluator's config that asks what `evaluation.suites` says."""
-    asked = cfg.evaluation.suites.model_dump(exclude_none=True)
+    """Return a config of the evaluator with the suites of `evaluation.suites`."""
+    former = cfg.evaluation.suites.model_dump(exclude_none=True)
     suites = {
-        suite: keys | ({"settings": [SETTINGS[suite]]} if suite in SETTINGS else {}) for suite, keys in asked.items()
+        suite: keys | ({"settings": [SETTINGS[suite]]} if suite in SETTINGS else {}) for suite, keys in former.items()
     }
     return EvaluateRun.model_validate(
         {

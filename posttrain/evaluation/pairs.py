@@ -1,19 +1,20 @@
-"""Which of its own answers should a model prefer?  Sampled, judged, and written as preference pairs for phase 2.
+"""Which of its own answers should a model prefer?  They become preference pairs for phase 2.
 
     posttrain pairs                                           configs/pairs.yaml
     posttrain pairs model.name_or_path=MODEL "sources=[{kind: prompts, path: my.jsonl}]" output_dir=runs/my
-    posttrain pairs --resume                                  go on where it was stopped (in bfloat16 with
-                                                                        other rounding than without the stop)
+    posttrain pairs --resume                                  continue a stopped run (in bfloat16 it rounds
+                                                              otherwise than a run without the stop)
 
-Rows of `prompts` have a column `prompt` or `messages`, and `answer` where it is known what is right. Then a right
-answer wins over a wrong one, by math-verify on the last \\boxed{}. Without it, the answer that repeats itself loses
-against one of similar length that does not, both cut to the shorter. Of all such pairs of a prompt those most alike in
-length (with a known answer) or furthest apart in repetition (without) are written. An answer that `max_new_tokens` cut
-off is written up to its last whole sentence, since phase 2 puts the stop token behind it; it is never taken for right.
+Rows of `prompts` have a column `prompt` or `messages`, and `answer` if the right answer is known. If it is, a right
+answer is preferred to a wrong one, by math-verify on the last \\boxed{}. Otherwise an answer that repeats itself loses
+to one of similar length that does not, with both cut to the shorter length. Written are the pairs of a prompt with the
+most similar lengths (known answer) or the largest difference in repetition (otherwise). An answer that
+`max_new_tokens` cut off is written up to its last whole sentence, since phase 2 adds the stop token; it never counts
+as right.
 
-`output_dir` gets prompts.jsonl, answers.jsonl (a row as each answer comes) and, at the end, pairs.jsonl:
+`output_dir` gets prompts.jsonl, answers.jsonl (a row when each answer is finished) and, at the end, pairs.jsonl:
 {"prompt": [...], "chosen": [{"role": "assistant", ...}], "rejected": [...], "score_chosen": 1, "score_rejected": -.3},
-and best.jsonl, {"messages": [...]}: the best answer of each prompt, which phase 1 can imitate (rejection sampling).
+and best.jsonl, {"messages": [...]}: the best answer to each prompt, which phase 1 can imitate (rejection sampling).
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
     from posttrain.rollout import Sampler
 
 PROMPTS, ANSWERS, BEST, PAIRS = "prompts.jsonl", "answers.jsonl", "best.jsonl", "pairs.jsonl"
-# a full stop may be one of a number until a blank follows; those of other scripts end a sentence at once
+# A full stop may belong to a number unless a space follows; the full stops of other scripts always end a sentence.
 SENTENCE_END = re.compile(r"[.!?][\"')\]”’»]*(?=\s)|[。｡！？؟۔।॥][\"')\]”’»」』）】》]*")
 MESSAGE = ("role", "content")
-ADVICE = {  # why a prompt gave no pair, and what to change when none did
+ADVICE = {  # why a prompt gave no pair, and what to change
     "all answers right": "take harder prompts, or raise the temperatures",
     "all answers wrong": "take easier prompts, more answers (num_generations), or a model after more of phase 1",
     "all answers the same or empty": "raise the temperatures, or num_generations",
@@ -56,15 +57,15 @@ ADVICE = {  # why a prompt gave no pair, and what to change when none did
     "answers too unlike in length": "lower min_length_ratio, or raise num_generations",
 }
 
-
-Kept = TypeVar("Kept")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """One answer: Answer(prompt=3, number=0, ids=[17, 4], text="It is 4.", finished=True, right=None).
+    """An answer of the model: OwnAnswer(prompt=3, number=0, ids=[17, 4], text="It is 4.", finished=True, right=None).
 
-    ids: without the stop token. right: None where the prompt has no known answer.
+    prompt, number: the place of the prompt, and of the answer among those to it. ids: without the stop token.
+    right: None where the right answer to the prompt is not known.
     """
 
     prompt: int
@@ -76,7 +77,7 @@ class OwnAnswer:
 
     @property
     def sentences(self) -> str:
-        """The text, of an unfinished answer up to the end of its last whole sentence."""
+        """Return the text; of an unfinished answer only the whole sentences."""
         return (
             self.text
             if self.finished
@@ -85,7 +86,7 @@ class OwnAnswer:
 
     @property
     def score(self) -> float:
-        """1 for a right answer, less the share of its 4-grams that are repeated."""
+        """Return 1 for a right answer and 0 for any other, minus the share of its 4-grams that are repeated."""
         return float(self.right or False) - seq_rep_n(self.ids)
 
 
@@ -106,40 +107,41 @@ def main(argv: list[str] | None = None) -> None:
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template, training=False)
     with checkpoint.full_disk_in_words(out), MathJudge() as judge:
         longest = max(8, cfg.max_length - cfg.max_new_tokens)
-        kept, drawn = out / PROMPTS, []
-        if not kept.exists():
+        file, drawn = out / PROMPTS, []
+        if not file.exists():
             section = DataSection(
                 sources=cfg.sources, max_length=longest, seed=cfg.seed, decontaminate=cfg.decontaminate
             )
             drawn = data.load_questions(section, chat)[0]
         run_identity.remember_run(out, cfg.model_dump(mode="json"), flags.resume)  # before the first row of this run
         if drawn:
-            write_rows(kept, (question._asdict() for question in drawn))
-        questions = kept_questions(kept, vocabulary=max(chat.tokenizer.get_vocab().values()) + 1, longest=longest)
+            write_rows(file, (question._asdict() for question in drawn))
+        questions = kept_questions(file, vocabulary=max(chat.tokenizer.get_vocab().values()) + 1, longest=longest)
         answers = answer_questions(cfg, model, chat, questions, judge)
-    imitated = best_answers(answers)
-    if imitated:
-        write_rows(out / BEST, (dialogue(questions[answer.prompt], answer) for answer in imitated))
+    best_ones = best_answers(answers)
+    if best_ones:
+        write_rows(out / BEST, (dialogue(questions[answer.prompt], answer) for answer in best_ones))
     if cfg.pairs_per_prompt:
-        pairs, reasons = chosen(cfg, answers)
-        told = report(len(questions), pairs, reasons)
+        pairs, reasons = choose_pairs(cfg, answers)
+        summary = report(len(questions), pairs, reasons)
         if not pairs:
-            raise UserError(told)
-        write_rows(out / PAIRS, (row(questions[better.prompt], better, worse) for better, worse in pairs))
-        print(f"{told}\nRead them with data.sources: [{{kind: preferences, path: {out / PAIRS}}}]")
-    elif not imitated:
+            raise UserError(summary)
+        write_rows(out / PAIRS, (preference_row(questions[better.prompt], better, worse) for better, worse in pairs))
+        print(f"{summary}\nRead them with data.sources: [{{kind: preferences, path: {out / PAIRS}}}]")
+    elif not best_ones:
         raise UserError(
-            f"No answer to {len(questions):,} prompts is good enough to imitate: none is right, or, where nobody knows"
-            " what is right, has a whole sentence. Raise max_new_tokens or num_generations, or take easier prompts."
+            f"No answer to {len(questions):,} prompts is good enough to imitate: no answer is right, or, where the"
+            " right answer is not known, has a whole sentence. Raise max_new_tokens or num_generations, or use easier"
+            " prompts."
         )
     print(
-        f"The best answers, of {len(imitated):,} of {len(questions):,} prompts, are for phase 1:"
+        f"The best answers, of {len(best_ones):,} of {len(questions):,} prompts, are for phase 1:"
         f" [{{kind: messages, path: {out / BEST}}}]"
     )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="keep the answers that output_dir holds, and go on")
+    parser.add_argument("--resume", action="store_true", help="keep the answers in output_dir, and continue")
 
 
 def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
@@ -150,10 +152,18 @@ def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
 
 
 def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[PromptQuestion]:
-    """The prompts of the folder, each with ids that the model has, at most `longest` of them."""
+    """Return the prompts in the file of a run.
+
+    Args:
+        vocabulary: number of token ids of the model, which those of the prompts must be below.
+        longest: the most tokens of a prompt.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     from posttrain.data import PromptQuestion
 
-    def wrong(question: PromptQuestion) -> str | None:
+    def find_problem(question: PromptQuestion) -> str | None:
         if not question.messages or any(not isinstance(m.get(k), str) for m in question.messages for k in MESSAGE):
             return "messages should be a list of objects with the texts role and content"
         if not 0 < len(question.ids) <= longest or not all(0 <= number < vocabulary for number in question.ids):
@@ -161,17 +171,21 @@ def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[PromptQ
         return None
 
     remedy = "Delete this file, and --resume draws the same prompts again from the same sources and settings."
-    questions = _kept(file, PromptQuestion, wrong, remedy)
-    # It was written at once, so an end without a row is damage here, and not a row that was being written.
+    questions = _read_rows(file, PromptQuestion, find_problem, remedy)
+    # The file was written at once, so an incomplete last row is damage.
     if not questions or file.read_bytes().split(b"\n")[len(questions) :] != [b""]:
         raise UserError(f"{file} is damaged: its last rows are cut off. {remedy}")
     return questions
 
 
 def kept_answers(file: Path, questions: Sequence[PromptQuestion], per_prompt: int) -> list[OwnAnswer]:
-    """The answers of the folder, each to one of these prompts."""
+    """Return the answers in the file of a run, each to one of these prompts.
 
-    def wrong(answer: OwnAnswer) -> str | None:
+    Raises:
+        UserError: the file is damaged.
+    """
+
+    def find_problem(answer: OwnAnswer) -> str | None:
         if not 0 <= answer.prompt < len(questions):
             return f"prompt is {answer.prompt!r:.50}, and {PROMPTS} has 0 to {len(questions) - 1}"
         if not 0 <= answer.number < per_prompt:
@@ -180,17 +194,17 @@ def kept_answers(file: Path, questions: Sequence[PromptQuestion], per_prompt: in
             return f"right should be true or false where its prompt in {PROMPTS} has an answer, and null elsewhere"
         return None
 
-    return _kept(file, OwnAnswer, wrong, "Delete this line, and --resume samples its answer again.")
+    return _read_rows(file, OwnAnswer, find_problem, "Delete this line, and --resume samples its answer again.")
 
 
-def _kept(file: Path, kind: type[Kept], wrong: Callable[[Kept], str | None], remedy: str) -> list[Kept]:
-    """Each row as a `kind`; UserError with the line of one that is none, or of which `wrong` says what is wrong."""
+def _read_rows(file: Path, kind: type[T], find_problem: Callable[[T], str | None], remedy: str) -> list[T]:
+    """Return the rows as objects of `kind`; raise UserError for a row that is not one or that has a problem."""
     reader, rows = TypeAdapter(kind), []
-    remedy = f"{remedy} Or start anew in another folder (output_dir=...)."
-    for line, found in enumerate(files.read_json_lines(file, remedy), 1):
+    remedy = f"{remedy} Or start again in another folder (output_dir=...)."
+    for line, content in enumerate(files.read_json_lines(file, remedy), 1):
         try:
-            rows.append(reader.validate_json(json.dumps(found), strict=True))
-            problem = wrong(rows[-1])
+            rows.append(reader.validate_json(json.dumps(content), strict=True))
+            problem = find_problem(rows[-1])
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             problem = f"{'.'.join(map(str, first['loc'])) or 'row'}: {first['msg']}"
@@ -205,25 +219,25 @@ def _kept(file: Path, kind: type[Kept], wrong: Callable[[Kept], str | None], rem
 def answer_questions(
     cfg: PairsRun, model: Any, chat: Chat, questions: Sequence[PromptQuestion], judge: MathJudge
 ) -> list[OwnAnswer]:
-    """`num_generations` answers to each question: those in the folder, then new ones, written there as they come."""
+    """Return `num_generations` answers to each question: those in the folder and new ones, which are added there."""
     from posttrain import plan
     from posttrain.evaluation.scoring import MOST_ROWS
     from posttrain.rollout import open_sampler
 
     file = Path(cfg.output_dir) / ANSWERS
     answers = kept_answers(file, questions, cfg.num_generations) if file.exists() else []
-    write_rows(file, map(asdict, answers))  # without what a kill left at its end
-    found = {(answer.prompt, answer.number) for answer in answers}
+    write_rows(file, map(asdict, answers))  # without an incomplete last row
+    done = {(answer.prompt, answer.number) for answer in answers}
     places = [(n, number) for n in range(len(questions)) for number in range(cfg.num_generations)]
-    left = sorted((place for place in places if place not in found), key=lambda place: _temperature(cfg, place[1]))
+    left = sorted((place for place in places if place not in done), key=lambda place: _temperature(cfg, place[1]))
     if not left:
         return answers
     if answers and model.dtype.itemsize < 4:
         kind = str(model.dtype).removeprefix("torch.")
         runlog.say(
             f"{len(answers):,} answers are kept. The other {len(left):,} are sampled in other batches than without the"
-            f" stop, which {kind} rounds otherwise: some of them differ from those of an uninterrupted run, and are as"
-            " good. Where both have to be equal, start anew with model.dtype=float32 (output_dir=...)."
+            f" stop, and {kind} rounds differently there: some of them differ from those of an uninterrupted run, and"
+            " are as good. For identical answers start again with model.dtype=float32 (output_dir=...)."
         )
     longest = max(len(question.ids) for question in questions) + cfg.max_new_tokens
     slots = plan.rows_at_once(model, cfg.model, longest, cfg.max_new_tokens, cfg.batch_size or MOST_ROWS)
@@ -233,10 +247,10 @@ def answer_questions(
         runlog.Progress(len(places), "answers", start=len(answers), unit="answer") as progress,
     ):
 
-        def came(place: tuple[int, int], completion: Completion) -> None:
+        def add(place: tuple[int, int], completion: Completion) -> None:
             ids = completion.ids[:-1] if completion.finished else completion.ids
-            text, wanted = chat.decode(completion.ids), questions[place[0]].answer
-            right = None if wanted is None else judge.correct(text, wanted)
+            text, expected = chat.decode(completion.ids), questions[place[0]].answer
+            right = None if expected is None else judge.correct(text, expected)
             answers.append(OwnAnswer(*place, ids, text, completion.finished, right))
             lines.write(json.dumps(asdict(answers[-1])) + "\n")
             lines.flush()
@@ -246,7 +260,7 @@ def answer_questions(
 
         for temperature, several in groupby(left, key=lambda place: _temperature(cfg, place[1])):
             params = SamplingParams(max_new_tokens=cfg.max_new_tokens, temperature=temperature)
-            ask(sampler, questions, list(several), params, cfg.seed, slots, came)
+            ask(sampler, questions, list(several), params, cfg.seed, slots, add)
     return answers
 
 
@@ -261,9 +275,9 @@ def ask(
     params: SamplingParams,
     seed: int,
     slots: int,
-    came: Callable[[tuple[int, int], Completion], None],
+    finish: Callable[[tuple[int, int], Completion], None],
 ) -> None:
-    """One answer for each (question, number), at most `slots` at a time; who is done makes room for who waits."""
+    """Sample an answer for each (question, number), at most `slots` at a time, and pass each to `finish`."""
     waiting = places[::-1]
     writing: dict[int, tuple[int, int]] = {}
 
@@ -277,7 +291,7 @@ def ask(
 
     def then(finished: list[tuple[int, Completion]]) -> list[tuple[int, int]]:
         for handle, completion in finished:
-            came(writing.pop(handle), completion)
+            finish(writing.pop(handle), completion)
         sampler.close([handle for handle, _ in finished])
         return enter(slots - len(writing))
 
@@ -287,8 +301,8 @@ def ask(
 # -- pairs -------------------------------------------------------------------------------------------------------------
 
 
-def chosen(cfg: PairsRun, answers: Sequence[OwnAnswer]) -> tuple[list[tuple[OwnAnswer, OwnAnswer]], Counter[str]]:
-    """The pairs, better answer first, in the order of the prompts; and why how many prompts gave none."""
+def choose_pairs(cfg: PairsRun, answers: Sequence[OwnAnswer]) -> tuple[list[tuple[OwnAnswer, OwnAnswer]], Counter[str]]:
+    """Return the pairs, better answer first, in the order of the prompts, and the reasons of prompts without a pair."""
     pairs: list[tuple[OwnAnswer, OwnAnswer]] = []
     reasons: Counter[str] = Counter()
     for _, several in groupby(sorted(answers, key=lambda answer: (answer.prompt, answer.number)), lambda a: a.prompt):
@@ -301,20 +315,20 @@ def chosen(cfg: PairsRun, answers: Sequence[OwnAnswer]) -> tuple[list[tuple[OwnA
 
 
 def pairs_of(cfg: PairsRun, answers: list[OwnAnswer]) -> tuple[list[tuple[OwnAnswer, OwnAnswer]], str]:
-    """At most `pairs_per_prompt` pairs of different answers to one prompt, and why there are no more."""
-    found: list[tuple[OwnAnswer, OwnAnswer]] = []
+    """Return at most `pairs_per_prompt` pairs of different answers to one prompt, and why there are no more."""
+    pairs: list[tuple[OwnAnswer, OwnAnswer]] = []
     while True:
-        pair = best(cfg, answers)
+        pair = best_pair(cfg, answers)
         if isinstance(pair, str):
-            return found, pair
-        found.append(pair)
-        if len(found) == cfg.pairs_per_prompt:
-            return found, ""
+            return pairs, pair
+        pairs.append(pair)
+        if len(pairs) == cfg.pairs_per_prompt:
+            return pairs, ""
         answers = [answer for answer in answers if answer not in pair]
 
 
-def best(cfg: PairsRun, answers: Sequence[OwnAnswer]) -> tuple[OwnAnswer, OwnAnswer] | str:
-    """The clearest pair of these answers, or why there is none (a key of ADVICE)."""
+def best_pair(cfg: PairsRun, answers: Sequence[OwnAnswer]) -> tuple[OwnAnswer, OwnAnswer] | str:
+    """Return the pair of answers that differs most clearly, or why there is no pair (a key of ADVICE)."""
     if len(answers) < 2:
         if not answers or answers[0].right is None:
             return "all answers the same or empty"
@@ -323,10 +337,10 @@ def best(cfg: PairsRun, answers: Sequence[OwnAnswer]) -> tuple[OwnAnswer, OwnAns
     if not answers:
         return "no whole sentence"
     if answers[0].right is None:
-        apart = [(one, other) for one in answers for other in answers if gap(one, other) >= cfg.min_repetition]
-        if not apart:
+        different = [(one, other) for one in answers for other in answers if gap(one, other) >= cfg.min_repetition]
+        if not different:
             return "no answer repeats itself more than another"
-        alike = [pair for pair in apart if length_ratio(*pair) >= cfg.min_length_ratio]
+        alike = [pair for pair in different if length_ratio(*pair) >= cfg.min_length_ratio]
         return max(alike, key=lambda pair: gap(*pair)) if alike else "answers too unlike in length"
     right, wrong = [a for a in answers if a.right and a.finished], [a for a in answers if not a.right]
     if not right or not wrong:
@@ -336,19 +350,20 @@ def best(cfg: PairsRun, answers: Sequence[OwnAnswer]) -> tuple[OwnAnswer, OwnAns
 
 
 def gap(one: OwnAnswer, other: OwnAnswer) -> float:
-    """By how much the other repeats itself more, both cut to the shorter; -1 where the whole texts say otherwise."""
+    """Return how much more the other repeats itself, both cut to the shorter; -1 if its whole text repeats no more."""
     length = min(len(one.ids), len(other.ids))
     more = seq_rep_n(other.ids[:length]) - seq_rep_n(one.ids[:length])
     return more if one.score > other.score else -1.0
 
 
 def length_ratio(one: OwnAnswer, other: OwnAnswer) -> float:
+    """Return the length of the shorter answer as a share of the longer, in tokens."""
     shorter, longer = sorted((len(one.ids), len(other.ids)))
     return shorter / longer if longer else 1.0
 
 
-def row(question: PromptQuestion, better: OwnAnswer, worse: OwnAnswer) -> dict[str, Any]:
-    """A row as phase 2 reads it."""
+def preference_row(question: PromptQuestion, better: OwnAnswer, worse: OwnAnswer) -> dict[str, Any]:
+    """Return a row of preferences as phase 2 reads it."""
     sides = {"chosen": better, "rejected": worse}
     return (
         {"prompt": question.messages}
@@ -358,9 +373,9 @@ def row(question: PromptQuestion, better: OwnAnswer, worse: OwnAnswer) -> dict[s
 
 
 def best_answers(answers: Sequence[OwnAnswer]) -> list[OwnAnswer]:
-    """The answer with the highest score of each prompt that has a good one, in the order of the prompts.
+    """Return the answer with the highest score to each prompt that has a good one, in the order of the prompts.
 
-    Good is a right and finished answer, or, where nobody knows what is right, one with a whole sentence.
+    An answer is good if it is right and finished, or, where the right answer is not known, if it has a whole sentence.
     """
     good = [a for a in answers if (a.sentences.strip() if a.right is None else a.right and a.finished)]
     by_prompt = groupby(sorted(good, key=lambda a: (a.prompt, a.number)), lambda a: a.prompt)
@@ -368,20 +383,22 @@ def best_answers(answers: Sequence[OwnAnswer]) -> list[OwnAnswer]:
 
 
 def dialogue(question: PromptQuestion, answer: OwnAnswer) -> dict[str, Any]:
-    """A row as phase 1 reads it."""
+    """Return a conversation as phase 1 reads it."""
     return {"messages": [*question.messages, {"role": "assistant", "content": answer.sentences}]}
 
 
 def report(prompts: int, pairs: Sequence[tuple[OwnAnswer, OwnAnswer]], reasons: Counter[str]) -> str:
-    """What became of the prompts, and what to change where too little did."""
+    """Return a summary: the number of pairs, why prompts gave no pair, and what to change."""
     by_answer = sum(better.right is not None for better, _ in pairs)
-    told = [f"{len(pairs):,} pairs of {prompts:,} prompts: {by_answer:,} right against wrong, "]
-    told[0] += f"{len(pairs) - by_answer:,} by repetition."
+    sentences = [
+        f"{len(pairs):,} pairs of {prompts:,} prompts: {by_answer:,} right against wrong,"
+        f" {len(pairs) - by_answer:,} by repetition."
+    ]
     if pairs:
         tokens = [fmean(len(pair[side].ids) for pair in pairs) for side in (0, 1)]
-        told.append(f"Chosen answers have {tokens[0]:.0f} tokens, rejected ones {tokens[1]:.0f}.")
-    told += [f"Without a pair: {reason} {count:,} ({ADVICE[reason]})." for reason, count in reasons.most_common()]
-    return " ".join(told)
+        sentences.append(f"Chosen answers have {tokens[0]:.0f} tokens, rejected ones {tokens[1]:.0f}.")
+    sentences += [f"Without a pair: {reason} {count:,} ({ADVICE[reason]})." for reason, count in reasons.most_common()]
+    return " ".join(sentences)
 
 
 if __name__ == "__main__":

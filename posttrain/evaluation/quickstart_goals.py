@@ -1,31 +1,31 @@
-"""Did the quickstart reach what it is meant to?  Its goals beside what was measured."""
+"""Did the quickstart reach its goals?  Each goal with what was measured."""
 
 from __future__ import annotations
 
 from posttrain.report import Results, figure_of, percent, points, points_span, readable
 from posttrain.types import Record
 
-KEPT = ("math", "recall", "preferences")  # what phase 3 does not ask for and should not take away
+KEPT = ("math", "recall", "preferences")  # not trained in phase 3, and not to be forgotten there
 
 
 def goals(results: Results) -> list[Record]:
-    """Return the quickstart's goals beside what was measured: {"phase", "goal", "measured", "reached"}.
+    """Return the quickstart's goals with what was measured: [{"phase", "goal", "measured", "reached"}, ...].
 
-    They are about the checkpoints base, phase1, phase2 and phase3 and their headline figures, in math those of the
-    embedded questions; a goal whose figures are not there is left out.
+    They compare the headline figures of the checkpoints base, phase1, phase2 and phase3, in math those of the embedded
+    questions. A goal whose figures were not measured is left out.
     """
     entries = results["checkpoints"]
     base, one, two, three = (entries.get(name, {}) for name in ("base", "phase1", "phase2", "phase3"))
     sums = {name: entry["math"]["embedded"] for name, entry in entries.items() if "embedded" in entry.get("math", {})}
-    found: list[Record] = []
+    rows: list[Record] = []
 
     def goal(phase: str, text: str, measured: str, reached: bool) -> None:
-        found.append({"phase": phase, "goal": text, "measured": measured, "reached": bool(reached)})
+        rows.append({"phase": phase, "goal": text, "measured": measured, "reached": bool(reached)})
 
     def difference(old: str, new: str, suite: str, metric: str) -> Record | None:
         setting = entries[new][suite].get("setting", "")
-        wanted = {"from": old, "to": new, "suite": suite, "part": "", "setting": setting, "metric": metric}
-        return next((d for d in results["differences"] if wanted.items() <= d.items()), None)
+        where = {"from": old, "to": new, "suite": suite, "part": "", "setting": setting, "metric": metric}
+        return next((d for d in results["differences"] if where.items() <= d.items()), None)
 
     if {"base", "phase1"} <= sums.keys():
         gained = sums["phase1"]["accuracy"] - sums["base"]["accuracy"]
@@ -83,10 +83,10 @@ def goals(results: Results) -> list[Record]:
     if more is not None:
         text = points_span(figure_of(more, "value"))
         goal("phase3", "repeats no more than phase 2 at equal length, interval not above 0", text, more["low"] <= 0)
-    return found
+    return rows
 
 
 def _accuracy(entry: Record, suite: str) -> float:
     """Return the headline accuracy; 0 where it was not measured."""
-    found = entry.get(suite, {})
-    return found.get("embedded", found).get("accuracy", 0.0)
+    figures = entry.get(suite, {})
+    return figures.get("embedded", figures).get("accuracy", 0.0)

@@ -1,4 +1,4 @@
-"""What does a model answer, and how good is it?  One task at a time: written answers, scored pairs, played levels."""
+"""What does a model answer, and how good are the answers?  Text, preference pairs and levels, one task at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from posttrain import metrics
 from posttrain.config import EvaluateRun, ModelSection
 from posttrain.evaluation.figures import env_figures
-from posttrain.evaluation.tasks import Task, env_section, raised
+from posttrain.evaluation.tasks import Task, env_error, env_section
 from posttrain.runtime import runlog
 from posttrain.types import Completion, Record, UserError
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from posttrain.models import Chat
     from posttrain.rollout import Sampler
 
-PAIR_TOKENS = 8192  # padded tokens in one batch of preference pairs
-MOST_ROWS = 256  # sampled at the same time where batch_size is null and the memory allows it
+PAIR_TOKENS = 8192  # padded tokens of one batch of preference pairs
+MOST_ROWS = 256  # sampled at a time where batch_size is null and the memory suffices
 WITHOUT_BLANKS = re.compile(  # Thai to Tibetan, Burmese, Khmer, kana, ideographs, Hangul
     "[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]"
 )
-Tick = Callable[[int], None]  # told how many rows are done
+Tick = Callable[[int], None]  # progress callback: gets the number of rows that were finished since the last call
 
 
 def _judge() -> MathJudge:
@@ -42,64 +42,73 @@ def _judge() -> MathJudge:
 
 @dataclass
 class Loaded:
-    """The model that a process holds, one at a time."""
+    """The model that a process holds; a process holds one at a time."""
 
     key: tuple[str, str] = ("", "")
     model: PreTrainedModel | None = None
     chat: Chat | None = None
-    processes: int = 1  # that share this machine's memory
+    processes: int = 1  # number of processes that share the memory of this machine
     judge: MathJudge = field(default_factory=_judge)
 
     def get(self, section: ModelSection, device: str, template: str | None) -> tuple[PreTrainedModel, Chat]:
-        """The model of this section, in its dtype; UserError where a weight is NaN or infinite."""
+        """Return the model of a section, in its dtype, and its chat.
+
+        Raises:
+            UserError: a weight is NaN or infinite.
+        """
         import torch
 
         from posttrain import models
 
         if self.key != (section.name_or_path, section.dtype) or self.model is None or self.chat is None:
-            self.model = self.chat = None  # makes room for the next one
+            self.model = self.chat = None  # free the memory before the next one is loaded
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             model, self.chat = models.load(section, device=device, chat_template=template, training=False)
             for name, weight in model.named_parameters():
                 if not torch.isfinite(weight).all():
-                    raise UserError(f"{section.name_or_path}: the weights {name} hold NaN or infinity.")
+                    raise UserError(f"{section.name_or_path}: the weights {name} contain NaN or infinity.")
             self.model, self.key = model.eval(), (section.name_or_path, section.dtype)
         return self.model, self.chat
 
 
 def section(cfg: EvaluateRun, name: str) -> ModelSection:
+    """Return how the local checkpoint of this name is loaded."""
     return ModelSection(name_or_path=cfg.local[name], dtype=cfg.dtype, attn_implementation=cfg.attn_implementation)
 
 
 def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded) -> list[Record]:
-    """One checkpoint's rows of one task; ValueError where a log-prob is NaN or infinite."""
+    """Return a checkpoint's rows of one task.
+
+    Raises:
+        ScoresNotFinite: a log-prob is NaN or infinite.
+    """
     import torch
 
     from posttrain.rollout import open_sampler
 
-    torch.set_num_threads(1)  # sums come out the same wherever this runs; more cores are used by more `workers`
+    torch.set_num_threads(1)  # sums are rounded alike on all machines; `workers` uses the cores
     if name in cfg.endpoints:
         return task.described(name, ask_task(cfg, name, task, tick, loaded.judge))
     model_section = section(cfg, name)
-    if task.suite == "preferences":  # bfloat16 would move a sequence's log-prob as much as DPO does
+    if task.suite == "preferences":  # bfloat16 changes the log-prob of a sequence as much as DPO does
         model_section = model_section.model_copy(update={"dtype": "float32"})
     model, chat = loaded.get(model_section, cfg.device, cfg.chat.template)
     if task.suite == "preferences":
-        found = score_pairs(model, chat, task, tick)
+        rows = score_pairs(model, chat, task, tick)
     elif task.suite == "envs":
         suite = cfg.suites.envs
         assert suite is not None
         sampler = open_sampler(model, chat, max_context=suite.max_context)
         slots = answers_at_once(cfg, model_section, loaded, suite.max_context, suite.max_completion_length)
-        found = play_levels(cfg, task, tick, sampler, chat, slots)
+        rows = play_levels(cfg, task, tick, sampler, chat, slots)
     else:
-        found = answer(cfg, model_section, loaded, task, tick)
-    return task.described(name, found)
+        rows = answer(cfg, model_section, loaded, task, tick)
+    return task.described(name, rows)
 
 
 def ask_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, judge: MathJudge) -> list[Record]:
-    """The rows of a task from an endpoint, with the same prompts, levels and contexts."""
+    """Return the rows of a task from an endpoint, with the prompts, levels and contexts of local models."""
     from posttrain.evaluation.endpoint import Client
     from posttrain.evaluation.endpoints import counting_chat, replies_file
     from posttrain.evaluation.text_episodes import TextChat, TextSampler
@@ -108,48 +117,50 @@ def ask_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, judge: MathJud
     assert params is not None
     with Client(cfg.endpoints[name], replies_file(cfg, name, task)) as client:
         if task.suite == "envs":
-            said = TextChat(chat)
-            return play_levels(cfg, task, tick, TextSampler(client, said), said, cfg.endpoints[name].concurrency)
-        coming = [
+            text_chat = TextChat(chat)
+            return play_levels(
+                cfg, task, tick, TextSampler(client, text_chat), text_chat, cfg.endpoints[name].concurrency
+            )
+        futures = [
             client.begin(item["messages"], params, seed) for item, seed in zip(task.items, task.seeds, strict=True)
         ]
         rows, equal_length = [], cfg.suites.repetition.equal_length if cfg.suites.repetition else 0
-        for item, reply in zip(task.items, (future.result() for future in coming), strict=True):
+        for item, reply in zip(task.items, (future.result() for future in futures), strict=True):
             tick(1)
             ids = chat.content_ids(reply.text) if chat and task.suite == "repetition" else []
-            told = reply.completion_tokens
-            if told is None:
-                told = len(TextChat(chat).completion(reply).ids)
-            tokens = len(ids) or told - (reply.finished and told > 0)
+            count = reply.completion_tokens
+            if count is None:
+                count = len(TextChat(chat).completion(reply).ids)
+            tokens = len(ids) or count - (reply.finished and count > 0)
             row = item | {"text": reply.text, "never_stops": not reply.finished, "tokens": tokens}
             rows.append(row | score(task.suite, row, ids, judge, equal_length))
         return rows
 
 
 def answers_at_once(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longest: int, new: int) -> int:
-    """How many conversations of `longest` tokens, `new` of them sampled in one go, are sampled at the same time."""
+    """Return how many conversations of `longest` tokens, the last `new` of them sampled, run at the same time."""
     from posttrain import plan
 
     assert loaded.model is not None
     most = cfg.batch_size or MOST_ROWS
     rows = plan.rows_at_once(loaded.model, section, longest, new, most, loaded.processes)
     if cfg.batch_size and rows < most:
-        runlog.say(f"Memory is there for {rows} answers at a time, not for batch_size={most}.")
+        runlog.say(f"The memory suffices for {rows} answers at a time, not for batch_size={most}.")
     return rows
 
 
 class ScoresNotFinite(ValueError):
-    """A log-prob is NaN or infinite: what was sampled then says nothing about the checkpoint."""
+    """A log-prob is NaN or infinite, so the rows say nothing about the checkpoint."""
 
 
-def finite(logprobs: Iterable[float]) -> None:
-    """NotFinite where one is not."""
+def check_finite(logprobs: Iterable[float]) -> None:
+    """Raise ScoresNotFinite where a log-prob is NaN or infinite."""
     if not all(map(math.isfinite, logprobs)):
         raise ScoresNotFinite("a log-prob is NaN or infinite")
 
 
 def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Record]:
-    """One written answer to each prompt, scored where there is something to score."""
+    """Return a row for each prompt of a task, with the model's answer and its scores."""
     from posttrain.rollout import complete, open_sampler
 
     model, chat, params = loaded.model, loaded.chat, task.params
@@ -166,13 +177,17 @@ def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, 
 def score_answers(
     task: Task, completions: Sequence[Completion], chat: Chat, judge: MathJudge, equal_length: int
 ) -> list[Record]:
-    """A row for each of the task's items, with its answer and what that suite says of it.
+    """Return a row for each item of a task, with its answer and the scores of its suite.
 
-    `equal_length` tokens of each answer count for `seq_rep_4_first`. ValueError where a log-prob is not finite.
+    Args:
+        equal_length: tokens of each answer that count for `seq_rep_4_first`.
+
+    Raises:
+        ScoresNotFinite: a log-prob is NaN or infinite.
     """
     rows = []
     for item, completion in zip(task.items, completions, strict=True):
-        finite(completion.logprobs)
+        check_finite(completion.logprobs)
         ids = completion.ids[:-1] if completion.finished else completion.ids
         row = item | {"text": chat.decode(completion.ids), "never_stops": not completion.finished, "tokens": len(ids)}
         rows.append(row | score(task.suite, row, ids, judge, equal_length))
@@ -180,7 +195,7 @@ def score_answers(
 
 
 def score(suite: str, row: Record, ids: list[int], judge: MathJudge, equal_length: int) -> Record:
-    """What a suite says of a row's text, and repetition of the tokens of it."""
+    """Return the scores of a row's text in a suite. ids: the tokens of the text, for repetition."""
     from envs.math_judge import last_boxed, last_number
 
     if suite == "math":
@@ -200,37 +215,40 @@ def score(suite: str, row: Record, ids: list[int], judge: MathJudge, equal_lengt
     }
 
 
-def recalls(text: str, wanted: str) -> bool:
-    """Return whether the answer stands in the text as a word of its own, whatever its case and its Unicode form.
+def recalls(text: str, expected: str) -> bool:
+    """Return whether a text contains the expected answer as a separate word, whatever its case and Unicode form.
 
-    Where a script puts no blanks between words (Chinese), or particles behind them (Korean), it may stand anywhere.
+    In scripts without spaces between words (Chinese) or with particles after them (Korean), it may be part of a word.
     """
-    text, wanted = (unicodedata.normalize("NFKC", each).casefold() for each in (text, wanted.strip()))
-    start = text.find(wanted) if wanted else -1
+    text, expected = (unicodedata.normalize("NFKC", each).casefold() for each in (text, expected.strip()))
+    start = text.find(expected) if expected else -1
     while start >= 0:
-        end = start + len(wanted)
-        before, behind = text[start - 1 : start], text[end : end + 1]
-        if not (_goes_on(before, wanted[0]) or _goes_on(behind, wanted[-1]) or _is_mark(behind)):
+        end = start + len(expected)
+        before, after = text[start - 1 : start], text[end : end + 1]
+        if not (_goes_on(before, expected[0]) or _goes_on(after, expected[-1]) or _is_mark(after)):
             return True
-        start = text.find(wanted, start + 1)
+        start = text.find(expected, start + 1)
     return False
 
 
 def _goes_on(outside: str, inside: str) -> bool:
-    """Whether the character beside an answer belongs to its word."""
+    """Return whether the character beside an answer continues its word."""
     is_letter = outside.isalnum() or outside == "_" or _is_mark(outside)
     return is_letter and not WITHOUT_BLANKS.match(outside) and not WITHOUT_BLANKS.match(inside)
 
 
 def _is_mark(character: str) -> bool:
-    """Whether it is a vowel sign or an accent, which belongs to the letter before it."""
+    """Return whether a character is a vowel sign or an accent, which belongs to the letter before it."""
     return character != "" and unicodedata.category(character).startswith("M")
 
 
 def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> list[Record]:
-    """log pi(answer | prompt), summed over the answer's tokens, for both answers of each pair.
+    """Return rows with log pi(answer | prompt), summed over the answer's tokens, for both answers of each pair.
 
-    Computed in the precision of the weights: autocast would move a sequence's log-prob as much as DPO does.
+    Computed in the precision of the weights: autocast changes the log-prob of a sequence as much as DPO does.
+
+    Raises:
+        ScoresNotFinite: a log-prob is NaN or infinite.
     """
     import torch
 
@@ -241,7 +259,7 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
     for item in task.items:
         for side in ("chosen", "rejected"):
             ids, mask = chat.encode(item[side])
-            start = len(chat.prompt(item[side][:-1]))  # of what the assistant said, the last answer alone is compared
+            start = len(chat.prompt(item[side][:-1]))  # only the last answer of the assistant is compared
             encoded.append((ids, [trained and place >= start for place, trained in enumerate(mask)]))
     sums = [0.0] * len(encoded)
     for batch in microbatches([len(ids) for ids, _ in encoded], PAIR_TOKENS):
@@ -249,7 +267,7 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
             logprobs_S, _ = token_logprobs(model, [encoded[i][0] for i in batch], [encoded[i][1] for i in batch])
         for i, part in zip(batch, logprobs_S.split([sum(encoded[i][1]) for i in batch]), strict=True):
             sums[i] = float(part.sum(dtype=hardware.widest(part.device)))
-    finite(sums)
+    check_finite(sums)
     rows = []
     for item, chosen, rejected in zip(task.items, sums[::2], sums[1::2], strict=True):
         figures = {"chosen_logprob": chosen, "rejected_logprob": rejected, "margin": chosen - rejected}
@@ -261,7 +279,7 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
 def play_levels(
     cfg: EvaluateRun, task: Task, tick: Tick, sampler: Sampler, chat: Chat | TextChat, slots: int
 ) -> list[Record]:
-    """One episode on each level, `slots` at a time."""
+    """Return a row for each level of a task, with the episode that was played there, `slots` at a time."""
     from posttrain.rollout import Context, new_episode, play
 
     suite = cfg.suites.envs
@@ -279,7 +297,7 @@ def play_levels(
         done=lambda ended: tick(len(ended)),
     )
     for trajectory in played:
-        finite(trajectory.sampled_logprobs)
+        check_finite(trajectory.sampled_logprobs)
     return [
         item
         | {
@@ -303,9 +321,12 @@ def play_levels(
 
 
 def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
-    """What the scripted policies and the expert reach on the same levels with as many actions.
+    """Return the figures of the scripted policies and the expert on the same levels, with as many actions.
 
-    `optimum` is the mean chance of the best possible player. Each of them only where the environment has it.
+    `optimum` is the mean probability of success under the best policy. Each is present if the environment has it.
+
+    Raises:
+        UserError: the environment raised.
     """
     from envs.players import play_scripted, player_names
     from envs.protocol import Protocol
@@ -316,7 +337,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
     env = open_env(env_section(cfg, task.part))
     protocol = Protocol.of(env, **suite.protocol.arguments())
     horizon = min(protocol.max_actions, protocol.max_turns * protocol.max_actions_per_turn)
-    one_action = dataclasses.replace(protocol, max_turns=horizon)  # scripted policies play one in a turn
+    one_action = dataclasses.replace(protocol, max_turns=horizon)  # scripted policies play one action a turn
     optima: list[float] = []
     played: dict[str, list[Record]] = {}
     try:
@@ -333,7 +354,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
                 row["level"] = episode.level_key
                 played.setdefault(player, []).append(row)
     except (Exception, SystemExit) as problem:  # an environment may raise anything
-        raise raised(task.part, problem) from problem
+        raise env_error(task.part, problem) from problem
     baselines = {player: env_figures(rows) for player, rows in played.items()}
     if optima:
         baselines["optimum"] = {"success": fmean(optima), "episodes": len(optima)}

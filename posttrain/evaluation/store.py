@@ -1,9 +1,9 @@
-"""What is kept of an evaluation that dies?
+"""What is kept of an evaluation that was interrupted?
 
-A unit of work is one task for one checkpoint. When it is done, its rows are written to `output_dir/evaluation_rows/`,
-in a file whose name is a digest of all that they depend on. A resumed evaluation reads the units whose file is there:
-where the config or the checkpoint has changed, the name is another one. Which process measures a unit changes none of
-its rows.
+A unit of work is one task for one checkpoint. When it is finished, its rows are written to
+`output_dir/evaluation_rows/`, to a file whose name is a digest of everything that they depend on. A resumed evaluation
+reads the units whose file exists; after a change of the config or the checkpoint, the file would have another name.
+The rows of a unit do not depend on the process that measures it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.config import EvaluateRun, ModelSection
 from posttrain.evaluation.tasks import Task, env_section
 from posttrain.types import Record
 
-ROWS = "evaluation_rows"  # the folder in output_dir that holds what is finished until all is
+ROWS = "evaluation_rows"  # the folder in output_dir with finished rows, until all are finished
 
 
 class Unit(NamedTuple):
@@ -32,14 +32,14 @@ class Unit(NamedTuple):
 
 
 @dataclass
-class Found:
-    """What an evaluation came to: the rows of every unit that was measured, and why others were not."""
+class Outcome:
+    """The outcome of an evaluation: the rows of every measured unit, and the reasons why others were not measured."""
 
     rows: dict[Unit, list[Record]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # checkpoint -> reason
 
     def of(self, checkpoint: str, tasks: Sequence[Task]) -> list[Record]:
-        """A checkpoint's rows in the order of the tasks; an endpoint is not asked all of them."""
+        """Return a checkpoint's rows in the order of the tasks, of which an endpoint does not get all."""
         units = (Unit(checkpoint, number) for number in range(len(tasks)))
         return [row for unit in units if unit in self.rows for row in self.rows[unit]]
 
@@ -53,30 +53,30 @@ class Store:
         self._fingerprints: dict[str, str] = {}
 
     def path(self, unit: Unit) -> Path:
-        """The file of a unit, named by all that its rows depend on."""
+        """Return the file of a unit, named by everything that its rows depend on."""
         task = self.tasks[unit.number]
         facts = [unit.checkpoint, self.fingerprint(unit.checkpoint), asdict(task)]
         facts.append(conditions(self.cfg, task, local=unit.checkpoint in self.cfg.local))
         return self.folder / f"{_sha256(json.dumps(facts, sort_keys=True).encode())[:32]}.jsonl"
 
     def fingerprint(self, name: str) -> str:
-        """A checkpoint's `fingerprint` under this config."""
+        """Return the `store_fingerprint` of a checkpoint, computed once."""
         if name not in self._fingerprints:
             self._fingerprints[name] = store_fingerprint(self.cfg, name)
         return self._fingerprints[name]
 
     def read(self, unit: Unit) -> list[Record] | None:
-        """The rows of a unit that was finished earlier under the same conditions; None where there are none."""
+        """Return the rows of a unit that was finished earlier under the same conditions; None where there are none."""
         try:
             content, _, digest = self.path(unit).read_bytes().rstrip(b"\n").rpartition(b"\n")
-        except OSError:  # absent, or it cannot be read: it is measured again
+        except OSError:  # absent or unreadable: measured again
             return None
-        if _sha256(content).encode() != digest:  # damaged, likewise
+        if _sha256(content).encode() != digest:  # damaged: measured again
             return None
         return [json.loads(line) for line in content.split(b"\n")]
 
     def write(self, unit: Unit, rows: Sequence[Record]) -> None:
-        """All of a unit's rows or none of them."""
+        """Write all rows of a unit, or none of them if the process is killed."""
         from posttrain.runtime import checkpoint
 
         path = self.path(unit)
@@ -88,7 +88,7 @@ class Store:
             partial.replace(path)
 
     def clear(self) -> None:
-        """Remove the rows of every unit; what else lies there stays."""
+        """Remove the rows of every unit; other files stay."""
         for path in [*self.folder.glob("*.jsonl"), *self.folder.glob("*.partial")]:
             path.unlink()
         with suppress(OSError):
@@ -96,14 +96,14 @@ class Store:
 
 
 def store_fingerprint(cfg: EvaluateRun, name: str) -> str:
-    """A digest of a checkpoint's files; of an endpoint nothing is known but its address and the model's name there."""
+    """Return a digest of a checkpoint's files; for an endpoint its address and the model's name there."""
     if name in cfg.endpoints:
         return f"{cfg.endpoints[name].endpoint} {cfg.endpoints[name].model}"
     return digest(cfg.local[name])
 
 
 def digest(name_or_path: str) -> str:
-    """A digest of a model's files; for a name on the Hub, of the commit that is in the cache."""
+    """Return a digest of the files of a model's folder; for a name on the Hub, the name and the commit in the cache."""
     from posttrain.models import model_files
     from posttrain.runtime import checkpoint, compat
 
@@ -122,13 +122,13 @@ def digest(name_or_path: str) -> str:
 
 
 def conditions(cfg: EvaluateRun, task: Task, *, local: bool) -> dict[str, Any]:
-    """What the rows of a part depend on besides its items: not how many processes or rows at a time there were."""
+    """Return what the rows of a task depend on besides its items. The number of processes and slots does not count."""
     from posttrain.models import template_text
     from posttrain.runtime import hardware
 
     suite = getattr(cfg.suites, task.suite).model_dump(mode="json")
     for key in ("n", "n_others", "episodes", "episodes_others", "settings", "headline", "reference"):
-        suite.pop(key, None)  # they choose items, which are part of the task, or what is shown
+        suite.pop(key, None)  # they choose the items, which are part of the task, or what is shown
     if task.suite == "envs":
         suite["envs"] = [env_section(cfg, task.part).model_dump(mode="json")]
     if not local:

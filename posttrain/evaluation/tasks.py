@@ -1,6 +1,6 @@
-"""What is asked?  The suites as tasks: prompts, pairs or levels, a sampling setting, and a seed for every answer.
+"""What is a model asked?  The suites as tasks: prompts, pairs or levels, a sampling setting, a seed for each answer.
 
-The tasks are built once, before any model is loaded: every checkpoint gets the same ones.
+The tasks are built once, before any model is loaded, so that every checkpoint gets the same ones.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """A part of a suite under one sampling setting, for every checkpoint the same.
+    """A part of a suite under one sampling setting, the same for every checkpoint.
 
     Task("math", "embedded", "unseen_questions", "greedy", SamplingParams(...), items, seeds)
 
     items: {"messages", "answer"} for math and recall, {"messages"} for repetition, {"chosen", "rejected"} for
-    preferences (which sample nothing: no setting), {"seed"} of a level for environments.
+    preferences (which sample nothing and have no setting), {"seed"} of a level for environments.
     source: where the part comes from; the parts of one source are counted together, those of different sources never.
     """
 
@@ -41,23 +41,27 @@ class Task:
 
     @property
     def cost(self) -> int:
-        """Tokens that it samples at most, in one turn; pairs take one forward pass."""
+        """Return the most tokens that the task samples, in one turn; a pair counts as one, for its forward pass."""
         return len(self.items) * (self.params.max_new_tokens if self.params else 1)
 
     def only(self, places: range) -> Task:
-        """The task with these of its items alone."""
+        """Return the task with only the items at these places."""
         part = slice(places.start, places.stop)
         return replace(self, items=self.items[part], seeds=self.seeds[part])
 
     def described(self, checkpoint: str, rows: Sequence[Record]) -> list[Record]:
-        """The rows with what they are rows of; `index` is the place of an item in the task."""
+        """Return the rows of a checkpoint with the names of task and checkpoint; `index` is the place of the item."""
         where = {"checkpoint": checkpoint, "suite": self.suite, "source": self.source, "part": self.part}
         return [where | {"setting": self.setting, "index": index} | row for index, row in enumerate(rows)]
 
 
 def build_tasks(cfg: EvaluateRun) -> list[Task]:
-    """Everything that will be asked, in order; a part's other settings ask the first `n_others` of its items."""
-    from posttrain.data import embedded
+    """Return the tasks of an evaluation, in order; settings other than the headline use the first `n_others` items.
+
+    Raises:
+        UserError: a file, a data set or the first level of an environment cannot be read or made.
+    """
+    from posttrain.data import embedded, evaluation_rows
 
     suites = cfg.suites
     tasks: list[Task] = []
@@ -66,24 +70,25 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
         suite: str, source: str, part: str, items: list[dict[str, Any]], n: int, others: int | None, tokens: int
     ) -> None:
         for setting in used_settings(cfg, suite):
-            asked = items[: n if setting.name == headline(cfg, suite) else others or n]
-            seeds = [derive_seed(cfg.seed, suite, part, setting.name, i) for i in range(len(asked))]
+            used = items[: n if setting.name == headline(cfg, suite) else others or n]
+            seeds = [derive_seed(cfg.seed, suite, part, setting.name, i) for i in range(len(used))]
             if suite == "envs":
-                seeds = [sampling_seed(part, i, cfg.seed) for i in range(len(asked))]
-            tasks.append(Task(suite, source, part, setting.name, setting.params(tokens), asked, seeds))
+                seeds = [sampling_seed(part, i, cfg.seed) for i in range(len(used))]
+            tasks.append(Task(suite, source, part, setting.name, setting.params(tokens), used, seeds))
 
     if suites.math:
         for source, part, items in math_items(cfg):
             add("math", source, part, items, suites.math.n, suites.math.n_others, suites.math.max_new_tokens)
-    for name, suite, kind, generated in (
+    written: list[tuple[str, Any, Any, Any]] = [  # name, suite, kind of file, generator
         ("repetition", suites.repetition, "prompts", open_questions),
         ("recall", suites.recall, "recall", embedded.recall_dialogues),
-    ):
+    ]
+    for name, suite, kind, generated in written:
         if suite:
             if suite.source == "embedded":
                 items = generated(most_items(suite), cfg.seed)
             else:
-                items = file_rows(suite.source, kind, f"suites.{name}.source", most_items(suite))
+                items = evaluation_rows(suite.source, kind, f"suites.{name}.source", most_items(suite))
             add(name, "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
     if suites.preferences:
         suite = suites.preferences
@@ -93,7 +98,7 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
             pairs = hub_rows(suite.source, "preferences.source")
             pairs = [pair for pair in pairs if pair["score_chosen"] > pair["score_rejected"]][: suite.n]
         else:
-            pairs = file_rows(suite.source, "preferences", "suites.preferences.source", suite.n)
+            pairs = evaluation_rows(suite.source, "preferences", "suites.preferences.source", suite.n)
         items = [{"chosen": pair["chosen"], "rejected": pair["rejected"]} for pair in pairs]
         tasks.append(Task("preferences", "", "", "", None, items, [0] * len(items)))
     if suites.envs:
@@ -106,37 +111,41 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
 
 
 def open_questions(n: int, seed: int) -> list[dict[str, Any]]:
-    """Generated open questions, each a conversation."""
+    """Return generated open questions, each as a conversation."""
     from posttrain.data import embedded
 
     return [{"messages": [{"role": "user", "content": prompt}]} for prompt in embedded.open_prompts(n, seed)]
 
 
 def most_items(suite: SampledSuite) -> int:
-    """The most items that a suite asks under any setting."""
+    """Return the largest number of items that a suite uses under any setting."""
     return max(suite.n, suite.n_others or 0)
 
 
 def used_settings(cfg: EvaluateRun, suite: str) -> list[NamedSampling]:
-    """The sampling settings that a suite is measured under."""
+    """Return the sampling settings that a suite is measured under."""
     names = getattr(cfg.suites, suite).settings
     return [setting for setting in cfg.settings if names is None or setting.name in names]
 
 
 def headline(cfg: EvaluateRun, suite: str) -> str:
-    """The setting whose figures stand in the table; preferences need none."""
+    """Return the name of the setting whose figures are in the table; "" for preferences, which sample nothing."""
     if suite == "preferences":
         return ""
     return getattr(cfg.suites, suite).headline or used_settings(cfg, suite)[0].name
 
 
 def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
-    """Per environment the levels behind the figures of the table."""
+    """Return for each environment the task behind the figures of the table."""
     return {s.part: s for s in tasks if s.suite == "envs" and s.setting == headline(cfg, "envs")}
 
 
 def first_levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str, Any]]:
-    """The seeds of `held_out_levels`; a UserError where the environment does not make the first one."""
+    """Return the seeds of `held_out_levels` as items.
+
+    Raises:
+        UserError: the environment raised on the first level.
+    """
     from envs.process_state import keep_process_state
     from posttrain.rollout import open_env
 
@@ -149,22 +158,22 @@ def first_levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str
     except ValueError as problem:
         raise UserError(f"suites.envs.envs: {problem} Choose other options.") from problem
     except (Exception, SystemExit) as problem:  # an environment may raise anything
-        raise raised(section.name, problem) from problem
+        raise env_error(section.name, problem) from problem
 
 
 def held_out_levels(section: EnvSection, split: str, n: int, seed: int = 0) -> list[int]:
-    """The seeds of `n` levels of a split.
+    """Return the seeds of `n` levels of a split.
 
-    Every evaluation plays these, with `sampling_seed`: those of phase 3, the one at its end, and evaluate_model.py. So
-    the same weights have the same figure in each of them, at equal `n`, `seed`, temperature and limits.
+    Every evaluation plays these levels, with `sampling_seed`: those during and after phase 3, and evaluate_model.py.
+    So the same weights get the same figures in all of them, at equal `n`, `seed`, temperature and limits.
 
-    All levels are different where ten times as many draws find that many. Otherwise all that were found are played
-    before any is played again, so that none counts more than another; `metrics.wilson_of_levels` has the interval of
-    such a share. An environment that raises in place of a level has a place of its own: its episode says why.
+    All levels are different if 10 `n` draws give that many. Otherwise each level that was drawn is played equally
+    often, as far as `n` allows; `metrics.wilson_of_levels` is the interval of such a rate. A seed on which the
+    environment raises counts as a level: its episode says why.
     """
     from posttrain.rollout import open_env
 
-    kind = type(open_env(section))  # a class under the same name has other levels
+    kind = type(open_env(section))  # part of the cache key: a class of the same name may have other levels
     return list(_drawn(kind, section.model_dump_json(include={"name", "options"}), split, n, seed))
 
 
@@ -173,13 +182,13 @@ def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> 
     from envs.process_state import keep_process_state
     from posttrain.rollout import RAISED, open_env
 
-    wanted = EnvSection.model_validate_json(section)
-    env, times = open_env(wanted), Counter[str]()
-    drawn: list[tuple[int, int]] = []  # how often the level had been drawn before, and its seed
+    parsed = EnvSection.model_validate_json(section)
+    env, times = open_env(parsed), Counter[str]()
+    drawn: list[tuple[int, int]] = []  # (how often the level was drawn before, its seed)
     for i in range(10 * n):
-        level = derive_seed(seed, wanted.name, i)
+        level = derive_seed(seed, parsed.name, i)
         try:
-            with keep_process_state(wanted.name):
+            with keep_process_state(parsed.name):
                 env.reset(seed=level, options={"split": split})
                 key = env.level_key()
         except RAISED:
@@ -192,24 +201,26 @@ def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> 
 
 
 def sampling_seed(env: str, number: int, seed: int = 0) -> int:
-    """The seed of what is sampled in the episode of this number, under whatever setting."""
+    """Return the seed of all sampling in the episode of this number; it is the same under every setting."""
     return derive_seed(seed, "envs", env, number)
 
 
-def raised(env: str, problem: BaseException) -> UserError:
+def env_error(env: str, problem: BaseException) -> UserError:
+    """Return the error for an environment that raised something else than a ValueError."""
     return UserError(
         f"suites.envs.envs: {env} raised {one_line(problem)}. `posttrain env check {env}` says what is wrong with it."
     )
 
 
 def env_section(cfg: EvaluateRun, title: str) -> EnvSection:
+    """Return the environment of `suites.envs` with this title."""
     assert cfg.suites.envs is not None
     return next(env for env in cfg.suites.envs.envs if env.title == title)
 
 
 def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
-    """(source, part, problems) of every part; embedded has two: new questions, and operands never seen together."""
-    from posttrain.data import GSM8K_HELD_OUT, embedded, final
+    """Return (source, part, items) of every part; embedded has two: new questions, and operands never seen together."""
+    from posttrain.data import GSM8K_HELD_OUT, embedded, evaluation_rows, final
 
     suite = cfg.suites.math
     assert suite is not None
@@ -221,18 +232,19 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
             parts += [(source, split, embedded.math_problems(most_items(suite), cfg.seed, split)) for split in splits]
         elif source == "gsm8k":
             rows = hub_rows(source, "math.sources")
-            asked = [{"question": row["question"], "answer": final(row["answer"])} for row in rows]
-            parts.append((source, source, asked))
+            parts.append((source, source, [row | {"answer": final(row["answer"])} for row in rows]))
         elif source.partition("=")[0] == GSM8K_HELD_OUT:
             parts.append((GSM8K_HELD_OUT, GSM8K_HELD_OUT, gsm8k_held_out(source, most_items(suite))))
         elif source == "math500":
             rows = hub_rows(source, "math.sources")
-            asked = [{"question": row["problem"], "answer": row["answer"]} for row in rows]
-            parts.append((source, source, asked))
+            parts.append((source, source, [row | {"question": row["problem"]} for row in rows]))
         else:
-            rows, stem = file_rows(source, "questions", "suites.math.sources", most_items(suite)), Path(source).stem
-            unlike = stems.count(stem) == 1 and stem not in ("unseen_questions", "unseen_operands")
-            name = stem if unlike else source
+            rows, stem = (
+                evaluation_rows(source, "questions", "suites.math.sources", most_items(suite)),
+                Path(source).stem,
+            )
+            unique = stems.count(stem) == 1 and stem not in ("unseen_questions", "unseen_operands")
+            name = stem if unique else source
             parts.append((name, name, rows))
     return [
         (source, part, [_as_prompt(row, suite.instruction) for row in rows[: most_items(suite)]])
@@ -241,20 +253,22 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
 
 
 def gsm8k_held_out(source: str, most: int) -> list[dict[str, Any]]:
-    """The held-out questions of GSM8K's training split, from the Hub or from the local file that `source` names."""
-    from posttrain.data import final, is_held_out
+    """Return the held-out questions of GSM8K's training split, from the Hub or from the file that `source` names."""
+    from posttrain.data import evaluation_rows, final, is_held_out
 
-    name, given, file = source.partition("=")
-    rows = file_rows(file, "questions", "suites.math.sources", None) if given else hub_rows(name, "math.sources")
-    found = [
+    name, from_file, file = source.partition("=")
+    rows = (
+        evaluation_rows(file, "questions", "suites.math.sources", None) if from_file else hub_rows(name, "math.sources")
+    )
+    problems = [
         {"question": row["question"], "answer": final(row["answer"])} for row in rows if is_held_out(row["question"])
     ]
-    if not found or any(row["answer"] is None for row in found):
+    if not problems or any(row["answer"] is None for row in problems):
         raise UserError(
-            f"suites.math.sources: {file or name} holds no held-out row of GSM8K with a number behind ####. Name a file"
+            f"suites.math.sources: {file or name} has no held-out row of GSM8K with a number after ####. Name a file"
             " of the whole training split of openai/gsm8k, with its columns question and answer."
         )
-    return found[:most]
+    return problems[:most]
 
 
 def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
@@ -262,15 +276,12 @@ def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "answer": str(row["answer"])}
 
 
-def file_rows(source: str, kind: Any, key: str, most: int | None) -> list[dict[str, Any]]:
-    """The first rows of a local file; `key` is where the config names it."""
-    from posttrain.data import evaluation_rows
-
-    return evaluation_rows(source, kind, key, most)
-
-
 def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
-    """A held-out split of a Hub data set; `key` is where the config names it."""
+    """Return the rows of a held-out split on the Hub; `key` is the key of the config that names it.
+
+    Raises:
+        UserError: the data set is neither cached nor within reach.
+    """
     from posttrain.data import reading
 
     hub = reading.HELD_OUT[source]
@@ -278,13 +289,13 @@ def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
         return list(reading.load_hub(hub))
     except reading.HUB_ERRORS as error:
         raise UserError(
-            f"The test set {hub.path} cannot be had ({one_line(error)}). Connect and start again (it is kept for"
-            f" later); or name a local file ({DATA_FILES_IN_WORDS}), or `embedded`, in suites.{key}."
+            f"The test set {hub.path} cannot be loaded ({one_line(error)}). Connect and start again (it is then"
+            f" cached); or name a local file ({DATA_FILES_IN_WORDS}), or `embedded`, in suites.{key}."
         ) from error
 
 
 def hub_sets(suites: SuitesSection | FormerSuites) -> list[str]:
-    """The data sets on the Hub that the tasks are built from."""
+    """Return the data sets on the Hub that the suites use."""
     from posttrain.data import HELD_OUT
 
     sources = list(suites.math.sources) if suites.math else []

@@ -1,7 +1,7 @@
-"""How is an evaluation shared out among processes?
+"""How is an evaluation divided among processes?
 
-A checkpoint that cannot be measured (it raises, its weights are not finite, its process is killed) is a failure with
-its reason; the others are measured all the same.
+A checkpoint that cannot be measured (it raises, its weights are not finite, its process is killed) is recorded with
+the reason; the others are still measured.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import EvaluateRun
-from posttrain.evaluation.endpoints import left_out
+from posttrain.evaluation.endpoints import why_left_out
 from posttrain.evaluation.scoring import Loaded, Tick
-from posttrain.evaluation.store import Found, Store, Unit
+from posttrain.evaluation.store import Outcome, Store, Unit
 from posttrain.evaluation.tasks import Task
 from posttrain.files import keep_standard_streams
 from posttrain.runtime import runlog
@@ -32,56 +32,58 @@ RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Record]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What makes rows of a unit, in any process: it can be pickled."""
+    """Measures units in any process: it can be pickled."""
 
     cfg: EvaluateRun
     tasks: Sequence[Task]
     run: RunTask
 
     def rows(self, unit: Unit, tick: Tick, loaded: Loaded) -> list[Record]:
+        """Return the rows of a unit."""
         return self.run(self.cfg, unit.checkpoint, self.tasks[unit.number], tick, loaded)
 
     def reason(self, unit: Unit, error: Exception) -> str:
-        """Why a unit was not measured, in one paragraph."""
+        """Return why a unit was not measured, in one paragraph."""
         return reason(error, self.tasks[unit.number])
 
 
 @dataclass(frozen=True)
 class Results:
-    """Where rows go: to the disk, to what is found, and to the progress bar."""
+    """Receives rows: for the disk, the outcome in memory, and the progress bar."""
 
     store: Store
-    found: Found
+    outcome: Outcome
     tick: Tick
 
     def keep(self, unit: Unit, rows: list[Record]) -> None:
+        """Add the rows of a unit."""
         self.store.write(unit, rows)
-        self.found.rows[unit] = rows
+        self.outcome.rows[unit] = rows
 
 
-def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
-    """Every checkpoint's rows: those that are on the disk, and the others measured by as many processes as there are.
+def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Outcome:
+    """Return every checkpoint's rows: read from the disk where an earlier evaluation has finished them, else measured.
 
-    Under torchrun the ranks share the units out, each on its own device. Elsewhere there is a process for every visible
-    GPU, or `workers` processes on a CPU. Endpoints come first, and are asked from here.
+    Under torchrun the units are divided among the ranks, each with its own device. Otherwise there is a process for
+    every visible GPU, or `workers` processes on a CPU. Endpoints come first, and only the main process calls them.
     """
     import torch
 
     from posttrain.runtime import hardware, parallel
 
     store = Store(cfg, tasks)
-    # pairs last: they are scored in float32, for which a checkpoint may have to be loaded once more
+    # pairs last: they are scored in float32, for which a checkpoint may have to be loaded again
     order = sorted(range(len(tasks)), key=lambda number: tasks[number].suite == "preferences")
     units = [Unit(name, number) for name in cfg.local for number in order]
     ranks = parallel.size()
     if ranks > 1:
         units = shares(units, tasks, ranks)[parallel.rank()]
-    if runlog.is_main_process():  # which asks the endpoints: what they allow at a time holds for all that is asked
-        units = [Unit(name, n) for name in cfg.endpoints for n in order if not left_out(cfg, tasks[n])] + units
-    found = Found({unit: rows for unit in units if (rows := store.read(unit)) is not None})
-    left = [unit for unit in units if unit not in found.rows]
-    if found.rows:
-        runlog.say(f"{len(found.rows)} of {len(units)} parts were measured before and are kept.")
+    if runlog.is_main_process():  # it calls the endpoints, whose limits hold for all requests together
+        units = [Unit(name, n) for name in cfg.endpoints for n in order if not why_left_out(cfg, tasks[n])] + units
+    outcome = Outcome({unit: rows for unit in units if (rows := store.read(unit)) is not None})
+    left = [unit for unit in units if unit not in outcome.rows]
+    if outcome.rows:
+        runlog.say(f"{len(outcome.rows)} of {len(units)} parts were measured before and are kept.")
     total = sum(len(tasks[unit.number].items) for unit in left)
     names = dict.fromkeys(unit.checkpoint for unit in left)
     place = hardware.resolve_device(cfg.device)
@@ -90,7 +92,7 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
         def tick(count: int) -> None:
             progress.update(progress.done + count)
 
-        measurement, results = Measurement(cfg, tasks, run), Results(store, found, tick)
+        measurement, results = Measurement(cfg, tasks, run), Results(store, outcome, tick)
         in_this_process([unit for unit in left if unit.checkpoint in cfg.endpoints], measurement, results)
         left = [unit for unit in left if unit.checkpoint in cfg.local]
         if ranks > 1 or (place.type != "cuda" and min(cfg.workers, len(left)) <= 1):
@@ -101,26 +103,26 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
             places = visible_gpus() if place.type == "cuda" else [None] * min(cfg.workers, len(left))
             in_processes(left, measurement, results, places)
     if ranks > 1:
-        for rows, failed in parallel.gather([(found.rows, found.failed)]):
-            found.rows |= rows
-            found.failed |= failed
-    return found
+        for rows, failed in parallel.gather([(outcome.rows, outcome.failed)]):
+            outcome.rows |= rows
+            outcome.failed |= failed
+    return outcome
 
 
 def shares(units: Sequence[Unit], tasks: Sequence[Task], processes: int) -> list[list[Unit]]:
-    """The units of each process, of about equal cost: the largest first, each to the process with the least so far."""
-    given: list[list[Unit]] = [[] for _ in range(processes)]
+    """Return the units of each process, of about equal cost: each unit, largest first, goes to the smallest share."""
+    divided: list[list[Unit]] = [[] for _ in range(processes)]
     costs = [0] * processes
     for unit in sorted(units, key=lambda unit: -tasks[unit.number].cost):
         least = costs.index(min(costs))
-        given[least].append(unit)
+        divided[least].append(unit)
         costs[least] += tasks[unit.number].cost
     order = {unit: place for place, unit in enumerate(units)}
-    return [sorted(share, key=order.__getitem__) for share in given]
+    return [sorted(share, key=order.__getitem__) for share in divided]
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES has to be for a process to see one GPU alone, for each that this one sees."""
+    """Return for each GPU that this process sees the CUDA_VISIBLE_DEVICES with which a process sees it alone."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -130,17 +132,17 @@ def visible_gpus() -> list[str]:
 
 
 def in_this_process(units: Sequence[Unit], measurement: Measurement, results: Results) -> None:
-    """One unit after the other; those of a checkpoint that has failed are left out."""
+    """Measure units one after the other; those of a checkpoint that has failed are left out."""
     from envs.math_judge import MathJudge
 
-    failed = results.found.failed
+    failed = results.outcome.failed
     with MathJudge() as judge:
         loaded = Loaded(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), judge=judge)
         for unit in units:
             if unit.checkpoint not in failed:
                 try:
                     rows = measurement.rows(unit, results.tick, loaded)
-                except Exception as error:  # costs this checkpoint's rows and no other's
+                except Exception as error:  # this checkpoint fails, the others are measured
                     failed[unit.checkpoint] = measurement.reason(unit, error)
                 else:
                     results.keep(unit, rows)
@@ -150,7 +152,7 @@ class _Worker:
     """A process that measures one unit after the other, on the GPU `place`, or on the CPU without one."""
 
     def __init__(self, measurement: Measurement, place: str | None, processes: int) -> None:
-        # A fork server imports everything once. Processes that use CUDA are not forked from one that may have asked it.
+        # A fork server imports everything once. A process that uses CUDA must not be forked from one that has used it.
         context = multiprocessing.get_context("forkserver" if place is None else "spawn")
         if place is None:
             context.set_forkserver_preload(
@@ -160,33 +162,34 @@ class _Worker:
                     "posttrain.models.loading.forward",
                 ]
             )
-        self.pipe, there = context.Pipe()
+        self.pipe, other_end = context.Pipe()
         self.place, self.unit, self.checkpoint = place, None, ""
-        arguments = (there, measurement, place, processes)
+        arguments = (other_end, measurement, place, processes)
         self.process: Any = context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
         self.process.start()
-        there.close()
+        other_end.close()
 
     unit: Unit | None
 
     def take(self, unit: Unit) -> None:
+        """Start a unit."""
         self.unit, self.checkpoint = unit, unit.checkpoint
-        with suppress(BrokenPipeError):  # `hear` will say that it has gone
+        with suppress(BrokenPipeError):  # `hear` reports that the process has ended
             self.pipe.send(unit)
 
     def hear(self) -> int | list[Record] | str:
-        """How many rows more are done, the rows of its unit, or why there are none."""
+        """Return the next message: a number of finished rows, the rows of the unit, or the reason of a failure."""
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
             return (
-                f"its process ended with exit code {self.process.exitcode}; what it said stands above. If it was "
+                f"its process ended with exit code {self.process.exitcode}; its output is above. If it was "
                 "killed for memory (-9), write workers=1 or a smaller batch_size."
             )
 
     def stop(self) -> None:
-        """An idle process ends by itself and says what there is to say; a busy one is ended."""
+        """Let an idle process finish and print its last output; kill a busy one."""
         with suppress(OSError):
             if self.unit is None:
                 self.pipe.send(None)
@@ -197,7 +200,7 @@ class _Worker:
 
 
 def _serve(pipe: Any, measurement: Measurement, place: str | None, processes: int) -> None:
-    """A worker's loop: a unit in; counts of what is done, then its rows or the reason of a failure out."""
+    """Run a worker: receive units; for each send counts of finished rows, then its rows or the reason of a failure."""
     from envs.math_judge import MathJudge
 
     keep_standard_streams()
@@ -208,12 +211,12 @@ def _serve(pipe: Any, measurement: Measurement, place: str | None, processes: in
         os.environ.pop("LOCAL_RANK", None)
     try:
         with MathJudge() as judge:
-            _measure_what_comes(pipe, measurement, Loaded(processes=processes, judge=judge))
-    except (BrokenPipeError, EOFError, ConnectionResetError):  # the parent has gone
+            _measure_units(pipe, measurement, Loaded(processes=processes, judge=judge))
+    except (BrokenPipeError, EOFError, ConnectionResetError):  # the parent has ended
         pass
 
 
-def _measure_what_comes(pipe: Any, measurement: Measurement, loaded: Loaded) -> None:
+def _measure_units(pipe: Any, measurement: Measurement, loaded: Loaded) -> None:
     while unit := pipe.recv():
         try:
             pipe.send(measurement.rows(unit, pipe.send, loaded))
@@ -226,8 +229,8 @@ def _measure_what_comes(pipe: Any, measurement: Measurement, loaded: Loaded) -> 
 def in_processes(
     units: Sequence[Unit], measurement: Measurement, results: Results, places: Sequence[str | None]
 ) -> None:
-    """A process for each of these places, another one after a failure; none survives this function."""
-    waiting, free, failed = list(units), list(places), results.found.failed
+    """Measure units with a process for each place; a failed process is replaced, and all end with this function."""
+    waiting, free, failed = list(units), list(places), results.outcome.failed
     workers: dict[Any, _Worker] = {}
     with _ended_by_sigterm():
         try:
@@ -244,15 +247,15 @@ def in_processes(
                 for pipe in connection.wait(busy):
                     worker = workers[pipe]
                     assert worker.unit is not None
-                    said = worker.hear()
-                    if isinstance(said, int):
-                        results.tick(said)
-                    elif isinstance(said, list):
-                        results.keep(worker.unit, said)
+                    message = worker.hear()
+                    if isinstance(message, int):
+                        results.tick(message)
+                    elif isinstance(message, list):
+                        results.keep(worker.unit, message)
                         worker.unit = None
                     else:
-                        failed.setdefault(worker.unit.checkpoint, said)
-                        worker.stop()  # what failed may have left the device in no state to go on
+                        failed.setdefault(worker.unit.checkpoint, message)
+                        worker.stop()  # a failure may have left its device unusable
                         free.append(workers.pop(pipe).place)
         finally:
             for worker in workers.values():
@@ -260,7 +263,7 @@ def in_processes(
 
 
 def next_unit(waiting: list[Unit], tasks: Sequence[Task], loaded: str) -> Unit:
-    """Takes the unit that a process does next: of the checkpoint it holds, else of the one with the most work left."""
+    """Take the next unit for a process: of the checkpoint that it holds, or of the one with the most work left."""
     names = {unit.checkpoint for unit in waiting}
     left = {name: sum(tasks[unit.number].cost for unit in waiting if unit.checkpoint == name) for name in names}
     name = loaded if loaded in names else max((unit.checkpoint for unit in waiting), key=left.__getitem__)
@@ -271,7 +274,7 @@ def next_unit(waiting: list[Unit], tasks: Sequence[Task], loaded: str) -> Unit:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends this process as it would without a handler, but after its children."""
+    """Let SIGTERM end this process with the usual exit code, but after its children have been stopped."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -288,7 +291,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def reason(error: Exception, task: Task) -> str:
-    """Why a checkpoint was not measured, in one paragraph."""
+    """Return why a checkpoint was not measured, in one paragraph."""
     import torch
 
     from envs.web import NoAnswer

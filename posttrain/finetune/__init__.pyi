@@ -1,5 +1,5 @@
 from . import training as training, trl_trainers as trl_trainers
-from .setup import Setup as Setup, set_up as set_up
+from .setup import TrainingSetup as TrainingSetup, set_up as set_up
 from .trl_trainers import (
     DPOConfig as DPOConfig,
     DPOTrainer as DPOTrainer,

@@ -17,31 +17,35 @@ from posttrain.plan import Place, can_be_deterministic, check_run, warning
 from posttrain.runtime import checkpoint, hardware, run_identity, runlog, trl_arguments
 
 
-class Setup(NamedTuple):
-    """What a trainer of TRL is made of."""
+class TrainingSetup(NamedTuple):
+    """What the trainer of phase 1 or 2 is made from."""
 
-    cfg: TrainingRun  # with what this device decides
-    args: TrainingArguments  # a SFTConfig or DPOConfig
+    cfg: TrainingRun  # with the values that depend on the device
+    args: Any  # SFTConfig or DPOConfig
     model: PreTrainedModel
     chat: Chat
     rows: dict[str, Dataset]  # "train", and "eval" where rows are held out
-    folder: Path  # where the rows are kept
+    folder: Path  # of the prepared rows
     deterministic: bool  # whether the GPU can compute each operation of the model deterministically
 
 
 def set_up(
     cfg: TrainingRun, kind: type[TrainingArguments], load_rows: Callable[..., Any], folder: str, *, resume: bool,
-    **defaults: Any,
-) -> Setup:  # fmt: skip
-    """Prepare a run of phase 1 or 2; everything that is wrong is said at once, before anything is written.
+    **fixed: Any,
+) -> TrainingSetup:  # fmt: skip
+    """Prepare a run of phase 1 or 2: check everything, claim the output folder, load the model and the rows.
+
+    All errors of the check are reported together, before anything is written.
 
     Args:
-        kind: TRL's class of arguments, made from `cfg.trainer` and `defaults`.
+        kind: TRL's class of training arguments, made from `cfg.trainer` and `fixed`.
         load_rows: `data.load_sft` or `data.load_preferences`.
-        folder: the name of the folder within `output_dir` that keeps the rows.
+        folder: name of the folder inside `output_dir` for the prepared rows.
+        resume: continue the run in `output_dir`.
+        **fixed: training arguments that the config cannot change.
 
     Raises:
-        UserError: where the run cannot start.
+        UserError: the run cannot start.
     """
     output_dir = Path(cfg.output_dir)
     cfg = hardware.settle(cfg)
@@ -50,15 +54,15 @@ def set_up(
         if resume:
             run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
         checkpoint.claim(output_dir, resume)
-    given = run_identity.same_batches(output_dir, cfg) if resume else cfg
+    batches = run_identity.same_batches(output_dir, cfg) if resume else cfg
     device = hardware.resolve_device(cfg.device)
-    args = trl_arguments.arguments(kind, given, device, **defaults)
+    args = trl_arguments.arguments(kind, batches, device, **fixed)
     set_seed(cfg.seed)
-    place = Place.here(device)  # before the model is there
+    place = Place.here(device)  # before the model takes memory
 
-    model, chat = training.load(cfg)
+    model, chat = training.load_model(cfg)
     rows = prepared_rows.prepare(output_dir / folder, cfg, chat, args, load_rows, resume=resume)
     if words := warning(cfg, args, place, max(prepared_rows.row_lengths(rows["train"]))):
         runlog.say(words)
     training.save_work(model, device)
-    return Setup(cfg, args, model, chat, rows, output_dir / folder, can_be_deterministic(model, args.bf16))
+    return TrainingSetup(cfg, args, model, chat, rows, output_dir / folder, can_be_deterministic(model, args.bf16))

@@ -1,6 +1,6 @@
-"""What do phases 1 and 2 put around TRL's trainers?  Progress, sealed checkpoints, an orderly stop, what they save.
+"""What do phases 1 and 2 put around TRL's trainers?  Progress, sealed checkpoints, an orderly stop, the export.
 
-TRL trains; what is here lets a person watch it, lets a killed run go on where it was, and keeps every file checked.
+TRL trains. This module shows progress, resumes a killed run where it stopped, and seals checkpoints with checksums.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from posttrain.types import UserError
 
 
 def show_reference_progress() -> None:
-    """Let TRL show how far the reference's log-probs are as these scripts show everything else."""
+    """Show the progress of the reference's log-probs with this project's progress bar in place of TRL's."""
 
     def shown(iterable: Any, desc: str, disable: bool = False) -> Iterator[Any]:
         with runlog.Progress(total=len(iterable), title=desc) as progress:
@@ -53,34 +53,34 @@ def show_reference_progress() -> None:
 
 
 def read_without_padding_masks(net: Any) -> None:
-    """Let the decoder read a batch that is padded on the right without an attention mask.
+    """Make the decoder read a batch that is padded on the right without an attention mask.
 
-    A token attends to itself and to what stands before it, so no real token sees padding behind it, and what is
-    computed for the padding has no label. Loss and gradients are the same (a test compares). transformers would make a
-    mask of rows x T x T from the padding; without one, sdpa takes its flash kernels and shares the keys and values of
-    grouped queries. TRL's trainers count tokens by the attention mask, so it is dropped only here.
+    A token attends only to itself and earlier tokens, so no real token sees the padding behind it, and padding has no
+    label. Loss and gradients are the same (a test compares). transformers would make a mask of rows x T x T from the
+    padding; without one, sdpa uses its flash kernels and shares the keys and values of grouped queries. TRL's trainers
+    count tokens by the attention mask, so it is dropped only here.
     """
     if not getattr(net.config.get_text_config(), "is_causal", True):
         return
 
-    def without_mask(decoder: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
-        ids, mask = named.get("input_ids"), named.get("attention_mask")
-        generates = named.get("use_cache", True) or named.get("past_key_values") is not None
-        if given or generates or ids is None or not pads_on_the_right(mask, ids.shape[1]):
+    def without_mask(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        generates = kwargs.get("use_cache", True) or kwargs.get("past_key_values") is not None
+        if args or generates or ids is None or not pads_on_the_right(mask, ids.shape[1]):
             return None
-        return given, named | {"attention_mask": None}
+        return args, kwargs | {"attention_mask": None}
 
     net.base_model.register_forward_pre_hook(without_mask, with_kwargs=True)
 
 
-def load(cfg: TrainingRun) -> tuple[PreTrainedModel, Chat]:
-    """The model that is to be trained, and its chat; in the CPU's memory where each device will get a part of it."""
+def load_model(cfg: TrainingRun) -> tuple[PreTrainedModel, Chat]:
+    """Load the model to train and its chat: into the CPU's memory where each device will get a shard of it."""
     place = "cpu" if launcher.sharding() != "none" else cfg.device
     return models.load(cfg.model, device=place, chat_template=cfg.chat.template)
 
 
 def save_work(net: PreTrainedModel, device: torch.device) -> None:
-    """Have nothing computed for prompts and padding that a device can leave out."""
+    """Skip what a device need not compute for prompts and padding."""
     if device.type != "cpu":
         read_without_padding_masks(net)
         return
@@ -91,26 +91,27 @@ def save_work(net: PreTrainedModel, device: torch.device) -> None:
 
 
 def reference_in_shards(net: PreTrainedModel) -> PreTrainedModel | None:
-    """The policy as it is now, for DPOTrainer to shard under FSDP2, since it asks a reference before it shards the
-    policy; None otherwise: the policy answers for itself."""
+    """Return the reference model for DPOTrainer: a copy of the policy under FSDP2, None (the policy itself) otherwise.
+
+    DPOTrainer computes the reference's log-probs before it shards the policy, and shards the copy.
+    """
     return copy.deepcopy(net).requires_grad_(False) if launcher.sharding() == "fsdp2" else None
 
 
 def read_in_slices(net: Any) -> None:
-    """Let the decoder read the rows of a padded batch in slices of similar length, each cut to its own end.
+    """Make the decoder read the rows of a padded batch in slices of similar length, without the padding behind them.
 
-    Where rows differ in length, half of a batch and more is padding, and a CPU computes it like everything else. In a
-    slice no row is shorter than three quarters of the longest: hardly any padding, and few slices where rows are alike.
-    Loss and gradients are the same: no row sees another one, whatever batch it is read in. It replaces the decoder's
-    `forward`.
+    Where rows differ in length, half of a batch or more is padding, which a CPU computes like everything else. In a
+    slice no row is shorter than three quarters of the longest: little padding, and few slices where lengths are
+    similar. Loss and gradients are the same: no row sees another one. It replaces the decoder's `forward`.
     """
     decoder = net.base_model
     whole = decoder.forward
 
-    def forward(*given: Any, **named: Any) -> Any:
-        if given or named.keys() != {"input_ids", "attention_mask", "use_cache"} or named["use_cache"]:
-            return whole(*given, **named)  # packed rows, or somebody who generates
-        ids_BT, mask_BT = named["input_ids"], named["attention_mask"]
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args or kwargs.keys() != {"input_ids", "attention_mask", "use_cache"} or kwargs["use_cache"]:
+            return whole(*args, **kwargs)  # packed rows, or generation
+        ids_BT, mask_BT = kwargs["input_ids"], kwargs["attention_mask"]
         assert (mask_BT[:, 1:] <= mask_BT[:, :-1]).all(), "padding is on the right"
         lengths, order = mask_BT.sum(1).sort(descending=True)
         hidden, start = [], 0
@@ -129,7 +130,7 @@ def read_in_slices(net: Any) -> None:
 class NotFinite(UserError):
     """A loss, a gradient or a weight is inf or nan in optimizer step `step`.
 
-    updates: checkpoints of so many updates or more are not trusted.
+    Checkpoints of `updates` updates or more are not trusted.
     """
 
     def __init__(self, step: int, what: str, updates: int) -> None:
@@ -141,7 +142,7 @@ class NotFinite(UserError):
 
 
 class Outcome(NamedTuple):
-    """What training came to: the figures of the held-out rows, and why it ended early, if it did."""
+    """The result of training: the figures of the held-out rows, and the error that ended it early, if any."""
 
     figures: dict[str, float]
     failure: UserError | None = None
@@ -156,11 +157,21 @@ def fit(
     deterministic: bool = False,
     check_first: Callable[[dict[str, Any]], None] | None = None,
 ) -> Outcome:
-    """Train to the end and measure the held-out rows; a signal ends the process here, with a checkpoint.
+    """Train to the end and measure the held-out rows. A signal saves a checkpoint and ends the process here.
 
-    `check_first(figures)` sees the very first step of a run and may raise. A loss, gradient or weight that is not
-    finite ends training: the outcome is then that of the last healthy checkpoint, or a UserError where there is none.
-    deterministic: of `selftest.can_be_deterministic`.
+    Args:
+        trainer: SFTTrainer or DPOTrainer of this package.
+        title: name of the phase for the progress bar.
+        cfg: SFTRun or DPORun.
+        resume: start from the newest intact checkpoint.
+        deterministic: use deterministic kernels; see `plan.can_be_deterministic`.
+        check_first: called with the figures of the first step; may raise.
+
+    Returns:
+        The outcome; that of the last healthy checkpoint, with the error, where a loss or gradient was not finite.
+
+    Raises:
+        UserError: training diverged before the first healthy checkpoint.
     """
     output_dir = Path(cfg.output_dir)
     settings = cfg.model_dump(mode="json")
@@ -203,14 +214,14 @@ def fit(
                 return Outcome(_held_out_figures(trainer))
         except NotFinite as problem:
             boards.alert("not finite", str(problem), trainer.state.global_step, error=True)
-            trainer.remove_callback(reporter)  # its file tells of the steps in order
+            trainer.remove_callback(reporter)  # metrics.jsonl has its steps in order
             return _last_healthy(trainer, output_dir, problem)
         finally:
             reporter.close()
 
 
 def _last_healthy(trainer: Trainer, output_dir: Path, problem: NotFinite) -> Outcome:
-    """Put the newest checkpoint in place that comes before the broken weights and is finite on the held-out rows."""
+    """Load the newest checkpoint before the broken weights whose loss on the held-out rows is finite."""
     named = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     for folder in sorted(named, key=_step_of, reverse=True):
         if _step_of(folder) >= problem.updates:
@@ -229,27 +240,27 @@ def _last_healthy(trainer: Trainer, output_dir: Path, problem: NotFinite) -> Out
 
 
 def _step_of(folder: Path) -> int:
-    """checkpoint-20 -> 20"""
+    """Return 20 for checkpoint-20."""
     return int(folder.name.rpartition("-")[2])
 
 
 def _is_last(folder: Path) -> bool:
-    """True for the checkpoint of a run's last step."""
+    """Return whether this is the checkpoint of a run's last step."""
     state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
     return state.global_step >= state.max_steps
 
 
 def _take_up_finished(trainer: Trainer, folder: Path, reporter: Reporter) -> None:
-    """Weights and figures of a run that was killed after its last step: transformers would take one step more."""
+    """Load weights and figures of a run that was killed after its last step; transformers would do one more step."""
     compat.load_checkpoint_weights(trainer, folder)
     trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
     reporter.on_train_begin(trainer.args, trainer.state, trainer.control)
-    told = runlog.read_metrics(reporter.output_dir / "metrics.jsonl")
-    trainer.state.log_history += [row for row in told if row["step"] == trainer.state.global_step]
+    rows = runlog.read_metrics(reporter.output_dir / "metrics.jsonl")
+    trainer.state.log_history += [row for row in rows if row["step"] == trainer.state.global_step]
 
 
 def _held_out_figures(trainer: Trainer) -> dict[str, float]:
-    """The figures of the held-out rows after the last step, measured now unless that step has just done so."""
+    """Return the figures of the held-out rows after the last step; measure them unless that step has done so."""
     if trainer.eval_dataset is None:
         return {}
     measured = [row for row in trainer.state.log_history if "eval_loss" in row]
@@ -258,7 +269,7 @@ def _held_out_figures(trainer: Trainer) -> dict[str, float]:
     return trainer.evaluate()
 
 
-def export(
+def export_model(
     trainer: Trainer,
     chat: Chat,
     cfg: Any,
@@ -269,9 +280,16 @@ def export(
     next_phase: str,
     config_file: str,
 ) -> None:
-    """Write `<output_dir>/final` and say what to type next; UserError, after that, where training failed.
+    """Write `<output_dir>/final` and print the command of the next phase.
 
-    `rows` is the folder of `prepared_rows.prepare`.
+    Args:
+        rows: folder of the prepared rows, whose sources the model card names.
+        phase: name of this phase for the model card, as "phase1".
+        next_phase: name of the next phase's config, as "phase2_dpo".
+        config_file: the config of this run; the next phase's is looked for beside it.
+
+    Raises:
+        UserError: training failed; the last healthy checkpoint has been saved.
     """
     parallel.barrier()
     kind = launcher.sharding()
@@ -291,7 +309,7 @@ def export(
 
 
 def next_command(phase: str, config_file: Path, final: Path, device: str) -> str:
-    """The command of the next phase, with the config file that lies beside this one's, on the device of this one."""
+    """Return the command of the next phase: with the config file beside this run's, on the same device."""
     file, shown = config_file.with_name(f"{phase}.yaml"), ""
     if file.is_file():
         shown = f" --config {shlex.quote(str(file))}"
@@ -299,14 +317,14 @@ def next_command(phase: str, config_file: Path, final: Path, device: str) -> str
         shown = f" --config {name}"
     try:
         written = read_yaml(find_config(file if shown else phase)).get("device", "auto")
-    except UserError:  # it is not there, or broken, which the next phase says better
+    except UserError:  # missing or broken: the next phase reports it better
         written = "auto"
     there = "" if written in ("auto", device) else f" device={device}"
     return f"{command(f'train_{phase}')}{shown} model.name_or_path={shlex.quote(str(final))}{there}"
 
 
 def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, float], rows: Path) -> dict[str, Any]:
-    """What the model card says of this run: its sources, and its figures on the held-out rows."""
+    """Return this run's record for the model card: its sources, and its figures on the held-out rows."""
     sources = json.loads((rows / SOURCES).read_text(encoding="utf-8"))
     held_out = sum(source["held_out"] for source in sources)
     results = []
@@ -319,15 +337,15 @@ def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, 
 
 
 def gradients_are_finite(net: torch.nn.Module) -> bool:
-    """Whether every gradient is; those that were clipped by a norm of inf are not. DeepSpeed shows none."""
+    """Return whether all gradients are finite; clipping by an infinite norm gives nan. DeepSpeed hides them."""
     gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
     return math.isfinite(sharding.number(torch.nn.utils.get_total_norm(gradients)))
 
 
 class Reporter(TrainerCallback):
-    """Bar, metrics.jsonl and dashboards; seals each checkpoint; turns a signal into a checkpoint and a stop.
+    """The callback that reports (bar, metrics.jsonl, dashboards), seals checkpoints, and saves and stops on a signal.
 
-    `check_first(row)` sees the figures of the very first step and may raise.
+    `check_first` is called with the figures of the first step and may raise.
     """
 
     metrics: runlog.MetricsFile
@@ -355,7 +373,7 @@ class Reporter(TrainerCallback):
         self.logged_at = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        # float16 scales its loss until gradients fit, and leaves out the steps in which they do not
+        # float16 scales its loss until gradients fit, and skips the steps in which they do not
         if not args.fp16 and not gradients_are_finite(model):
             raise NotFinite(state.global_step + 1, "the gradient", state.global_step)
 
@@ -367,12 +385,12 @@ class Reporter(TrainerCallback):
             self.stopped = control.should_save = control.should_training_stop = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.stopped and state.epoch % 1:  # the epoch has not ended: transformers comes here as soon as it stops
+        if self.stopped and state.epoch % 1:  # the epoch has not ended: transformers calls this whenever it stops
             control.should_log = control.should_evaluate = control.should_save = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         row = dict(logs or {})
-        if "train_runtime" in row:  # transformers' closing summary, which holds nothing new
+        if "train_runtime" in row:  # transformers' closing summary, with nothing new
             return
         if self.check_first is not None and state.global_step == 1 and "loss" in row:
             self.check_first(row)
@@ -398,7 +416,7 @@ class Reporter(TrainerCallback):
             checkpoint.seal(folder, step=state.global_step)
 
     def close(self) -> None:
-        """Whatever happened: leave the terminal and the dashboards in order."""
+        """Close the bar and the dashboards, also after an error."""
         if self.progress is not None:
             self.progress.close()
         self.boards.finish()

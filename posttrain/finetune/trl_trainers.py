@@ -1,6 +1,7 @@
-"""TRL's trainers as phases 1 and 2 use them: what they read, and what they say of held-out rows.
+"""How do phases 1 and 2 differ from TRL's trainers?  In the rows they read, the order of rows, and two means.
 
-As in runtime/compat.py: private parts of another library, which test_compat.py watches, each with its reason.
+As runtime/compat.py does, it overrides private parts of another library: each has its reason, and test_compat.py
+fails when the library changes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers import Trainer
 from trl.trainer import dpo_trainer, sft_trainer
 from trl.trainer.dpo_config import DPOConfig as DPOConfig
 from trl.trainer.sft_config import SFTConfig as SFTConfig
@@ -18,129 +20,115 @@ from trl.trainer.sft_config import SFTConfig as SFTConfig
 from posttrain.data import length_pools, row_lengths
 
 
-def takes_token_ids(trainer: type) -> Any:
-    """TRL's DPOTrainer for rows that are token ids already, in the columns that its collator reads.
-
-    TRL would render and tokenise text here, and text of a data set could become a control token. Until DPOTrainer
-    leaves such rows alone, as SFTTrainer does.
-    """
-
-    class TokenTrainer(trainer):
-        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(dataset.column_names)
-            return dataset
-
-    TokenTrainer.__name__ = trainer.__name__
-    return TokenTrainer
-
-
-def counts_each_pair(trainer: type) -> Any:
-    """TRL's DPOTrainer, whose loss `sft` does not depend on how a batch is cut: a mean over pairs, as of the others.
-
-    Of each pair it is the chosen answer's mean over its tokens, as in RPO (arXiv 2404.19733, eq. 2) and MPO
-    (2411.10442). TRL's is a mean over the tokens of a micro-batch, so that accumulation changes what a token counts.
-    Until TRL's does not.
-    """
-
-    class PairTrainer(trainer):
-        def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-            whole = list(zip(self.loss_types, self.loss_weights, strict=True))
-            weight = sum(each for name, each in whole if name == "sft")
-            if weight == 0:
-                return super()._compute_loss(model, inputs, return_outputs)
-            rest, seen = [(name, each) for name, each in whole if name != "sft"], []
-            self.loss_types, self.loss_weights = [name for name, _ in rest], [each for _, each in rest]
-            hook = model.register_forward_hook(lambda _module, _given, out: seen.append(out))
-            try:
-                found = super()._compute_loss(model, inputs, return_outputs)
-            finally:
-                hook.remove()
-                self.loss_types, self.loss_weights = [name for name, _ in whole], [each for _, each in whole]
-            mask_BT = inputs["completion_mask"][:, 1:]
-            answers, width = len(mask_BT) // 2, mask_BT.shape[1]  # the chosen ones come first
-            mean_B = -_mean_of_tokens(seen[0].log_probs[:, -width:], mask_BT)
-            if self.use_weighting:  # as TRL weighs the other losses
-                aligned_BT = seen[0].log_probs[:, -width:] - seen[0].log_sum_sq_probs[:, -width:]
-                by_chosen_B, by_rejected_B = _mean_of_tokens(aligned_BT, mask_BT).detach().exp().chunk(2)
-                mean_B = mean_B[:answers] * by_chosen_B * by_rejected_B
-            loss = weight * mean_B[:answers].mean()
-            return (found[0] + loss, found[1]) if return_outputs else found + loss
-
-    PairTrainer.__name__ = trainer.__name__
-    return PairTrainer
-
-
-def _mean_of_tokens(of_tokens_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    return (of_tokens_BT * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)
-
-
-def weighs_held_out_rows(trainer: type) -> Any:
-    """TRL's SFTTrainer or DPOTrainer, whose `eval_*` depend neither on batches nor on the number of processes.
-
-    transformers takes means over batches: the only row of a last batch would count as much as all of another one, and
-    several processes would read some rows twice. Here every process reads all rows (1,000 in the reference
-    configs), and a batch counts as much as its pairs or, in SFT, its tokens that have a label. Until transformers does.
-    """
-
-    class WeighingTrainer(trainer):
-        def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-            shared = super().get_eval_dataloader(eval_dataset)
-            return DataLoader(shared.dataset, self.args.eval_batch_size, collate_fn=shared.collate_fn)
-
-        def prediction_step(self, model: Any, inputs: dict[str, Any], *more: Any, **named: Any) -> Any:
-            found = super().prediction_step(model, inputs, *more, **named)
-            labels = inputs.get("labels")
-            # a pair is two rows; a row's first token is predicted by none
-            weight = len(inputs["input_ids"]) // 2 if labels is None else int((labels[:, 1:] != -100).sum())
-            self.weighed.append((weight, float(found[0])))
-            return found
-
-        def evaluation_loop(self, *given: Any, metric_key_prefix: str = "eval", **named: Any) -> Any:
-            self.weighed: list[tuple[int, float]] = []
-            found = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
-            weights, losses = zip(*self.weighed, strict=True)
-
-            def mean(of_batches: Iterable[float]) -> float:
-                return sum(map(mul, weights, of_batches)) / sum(weights)
-
-            found.metrics[f"{metric_key_prefix}_loss"] = mean(losses)
-            for name, of_batches in self._metrics["eval"].items():
-                if len(of_batches) == len(weights):  # `num_tokens` is one number, of training
-                    self._metrics["eval"][name] = [mean(of_batches)]
-            return found
-
-    WeighingTrainer.__name__ = trainer.__name__
-    return WeighingTrainer
-
-
-def groups_by_length(trainer: type) -> Any:
-    """TRL's SFTTrainer or DPOTrainer, whose `group_by_length` draws batches of similar length anew in each epoch.
+class GroupingTrainer(Trainer):
+    """A trainer of TRL whose `group_by_length` draws new batches of similar length in each epoch.
 
     transformers' own grouping sorts 50 batches at a time, and batches that are all of one kind of row taught a small
     model less. The rows are kept in the order of the first epoch (`prepared_rows.prepare`). Until transformers groups
     a few batches at a time.
     """
 
-    class GroupingTrainer(trainer):
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            if self.args.train_sampling_strategy != "group_by_length":
-                return super()._get_train_sampler(train_dataset)
-            return PooledRows(self)
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        return PooledRows(self)
 
-        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-            """Held-out rows in their own order; transformers would look for `input_ids`, which pairs do not have."""
-            grouped = self.args.train_sampling_strategy == "group_by_length"
-            return SequentialSampler(eval_dataset) if grouped else super()._get_eval_sampler(eval_dataset)
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Return the held-out rows in their own order; transformers would read `input_ids`, which pairs lack."""
+        grouped = self.args.train_sampling_strategy == "group_by_length"
+        return SequentialSampler(eval_dataset) if grouped else super()._get_eval_sampler(eval_dataset)
 
-    GroupingTrainer.__name__ = trainer.__name__
-    return GroupingTrainer
+
+class WeighingTrainer(Trainer):
+    """A trainer of TRL whose `eval_*` depend neither on batches nor on the number of processes.
+
+    transformers takes means over batches: the only row of a last batch would count as much as all of another one, and
+    several processes would read some rows twice. Here every process reads all rows (1,000 in the reference
+    configs), and a batch counts as much as its pairs or, in SFT, its tokens that have a label. Until transformers does.
+    """
+
+    _metrics: dict[str, Any]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        shared = super().get_eval_dataloader(eval_dataset)
+        return DataLoader(shared.dataset, self.args.eval_batch_size, collate_fn=shared.collate_fn)
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        outputs: Any = super().prediction_step(model, inputs, *args, **kwargs)
+        labels = inputs.get("labels")
+        # a pair is two rows; nothing predicts the first token of a row
+        weight = len(inputs["input_ids"]) // 2 if labels is None else int((labels[:, 1:] != -100).sum())
+        self.weights_and_losses.append((weight, float(outputs[0])))
+        return outputs
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        self.weights_and_losses: list[tuple[int, float]] = []
+        output: Any = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        weights, losses = zip(*self.weights_and_losses, strict=True)
+
+        def mean(of_batches: Iterable[float]) -> float:
+            return sum(map(mul, weights, of_batches)) / sum(weights)
+
+        output.metrics[f"{metric_key_prefix}_loss"] = mean(losses)
+        for name, of_batches in self._metrics["eval"].items():
+            if len(of_batches) == len(weights):  # `num_tokens` is one number, of training
+                self._metrics["eval"][name] = [mean(of_batches)]
+        return output
+
+
+class TokenTrainer(dpo_trainer.DPOTrainer):
+    """TRL's DPOTrainer for rows that are token ids already, in the columns that its collator reads.
+
+    TRL would render and tokenise text here, and text of a data set could become a control token. Until DPOTrainer
+    leaves such rows alone, as SFTTrainer does.
+    """
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(dataset.column_names)
+        return dataset
+
+
+class PairTrainer(TokenTrainer):
+    """TRL's DPOTrainer, whose loss `sft` does not depend on micro-batches: like the other losses, a mean over pairs.
+
+    For each pair it is the mean over the tokens of the chosen answer, as in RPO (arXiv 2404.19733, eq. 2) and MPO
+    (2411.10442). TRL's is a mean over the tokens of a micro-batch, so that accumulation changes what a token counts.
+    Until TRL's does not.
+    """
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        losses = list(zip(self.loss_types, self.loss_weights, strict=True))
+        sft_weight = sum(weight for name, weight in losses if name == "sft")
+        if sft_weight == 0:
+            return super()._compute_loss(model, inputs, return_outputs)
+        others, outputs = [(name, weight) for name, weight in losses if name != "sft"], []
+        self.loss_types, self.loss_weights = [name for name, _ in others], [weight for _, weight in others]
+        hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        try:
+            result = super()._compute_loss(model, inputs, return_outputs)
+        finally:
+            hook.remove()
+            self.loss_types, self.loss_weights = [name for name, _ in losses], [weight for _, weight in losses]
+        mask_BT = inputs["completion_mask"][:, 1:]
+        answers, width = len(mask_BT) // 2, mask_BT.shape[1]  # the chosen ones come first
+        mean_B = -_mean_of_tokens(outputs[0].log_probs[:, -width:], mask_BT)
+        if self.use_weighting:  # as TRL weighs the other losses
+            aligned_BT = outputs[0].log_probs[:, -width:] - outputs[0].log_sum_sq_probs[:, -width:]
+            by_chosen_B, by_rejected_B = _mean_of_tokens(aligned_BT, mask_BT).detach().exp().chunk(2)
+            mean_B = mean_B[:answers] * by_chosen_B * by_rejected_B
+        loss = sft_weight * mean_B[:answers].mean()
+        return (result[0] + loss, result[1]) if return_outputs else result + loss
+
+
+def _mean_of_tokens(of_tokens_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    return (of_tokens_BT * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)
 
 
 class PooledRows(Sampler[int]):
-    """The places of a trainer's rows in the order of the epoch that begins.
+    """The indices of a trainer's rows in the order of the current epoch.
 
-    The epoch is that of the trainer's state, which a checkpoint holds: after batches were skipped, `set_epoch` does not
-    reach a sampler that several processes share.
+    The epoch is that of the trainer's state, which a checkpoint holds: after a resumed run skips batches, `set_epoch`
+    does not reach a sampler that several processes share.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -157,8 +145,10 @@ class PooledRows(Sampler[int]):
 
 
 def side_by_side(order: Sequence[int], lengths: Sequence[int], args: Any) -> list[int]:
-    """The same rows in each optimizer step, where processes share its batches so that batches of similar length follow
-    each other: these are read at the same time."""
+    """Return `order` with batches of similar length side by side within each optimizer step.
+
+    Processes that share the batches of a step read neighbours at the same time. Each step keeps its rows.
+    """
     size, in_a_step = args.per_device_train_batch_size, args.gradient_accumulation_steps * args.world_size
     if args.world_size == 1:
         return list(order)
@@ -168,6 +158,9 @@ def side_by_side(order: Sequence[int], lengths: Sequence[int], args: Any) -> lis
     return [row for batch in batches for row in batch] + list(order[len(full) * size :])
 
 
-# What phases 1 and 2 train with.
-SFTTrainer = groups_by_length(weighs_held_out_rows(sft_trainer.SFTTrainer))
-DPOTrainer = groups_by_length(weighs_held_out_rows(counts_each_pair(takes_token_ids(dpo_trainer.DPOTrainer))))
+class SFTTrainer(GroupingTrainer, WeighingTrainer, sft_trainer.SFTTrainer):
+    """The trainer of phase 1. Arguments are those of TRL's SFTTrainer."""
+
+
+class DPOTrainer(GroupingTrainer, WeighingTrainer, PairTrainer):
+    """The trainer of phase 2. Arguments are those of TRL's DPOTrainer; rows hold token ids."""

@@ -26,6 +26,7 @@ from .forward import (
     microbatches as microbatches,
     prefix_of as prefix_of,
     soft_cap as soft_cap,
+    text_config as text_config,
     token_logprobs as token_logprobs,
     trained_states as trained_states,
     worth_sharing as worth_sharing,

@@ -408,8 +408,8 @@ class Chat:
     def _choose_pad(self) -> int:
         """Return any special token but the stop token: padding must never look like the end of an answer."""
         known = self.tokenizer
-        wanted: list[Any] = [known.pad_token_id, known.eos_token_id, known.unk_token_id, known.bos_token_id]
-        return next((i for i in (*wanted, *sorted(self.control_ids)) if i not in (None, self.stop_id)), self.stop_id)
+        usual: list[Any] = [known.pad_token_id, known.eos_token_id, known.unk_token_id, known.bos_token_id]
+        return next((i for i in (*usual, *sorted(self.control_ids)) if i not in (None, self.stop_id)), self.stop_id)
 
 
 def _placeholders(roles: Sequence[str]) -> list[Message]:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from posttrain.runtime import CacheLayer, chunked_logprobs, compat
 
@@ -43,16 +43,32 @@ def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[i
 def token_logprobs(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log pi(token | everything before it) and the entropy there, both (S,), in row order, with gradient."""
+    """Return the log-prob of each trained token and the entropy at its position, with gradient.
+
+    Args:
+        rows: token ids of each row.
+        masks: True on the trained tokens of each row; never on its first token.
+        temperature: divides the logits.
+
+    Returns:
+        Log-probs and entropies in nats, both (S,): the S trained tokens, row after row.
+    """
     return head_logprobs(model, *trained_states(model, rows, masks), temperature)
 
 
 def trained_states(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states that the output layer multiplies to predict trained tokens, (S, D), and those tokens, (S,).
+    """Return the hidden states from which trained tokens are predicted, and those tokens.
 
     Rows are padded on the right, which a causal model cannot see, so no attention mask is needed.
+
+    Args:
+        rows: token ids of each row.
+        masks: True on the trained tokens of each row; never on its first token.
+
+    Returns:
+        Hidden states (S, D) before the output layer, and token ids (S,), row after row.
     """
     width = max(map(len, rows))
     ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
@@ -66,7 +82,15 @@ def trained_states(
 
 
 def backbone_states(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Run the model up to its output layer; return its states where `predicts_BT` is True, (S, D)."""
+    """Return the model's hidden states before the output layer at some positions.
+
+    Args:
+        predicts_BT: True at the positions to return.
+        **inputs: of the model's forward, as `input_ids`.
+
+    Returns:
+        Hidden states (S, D), row after row.
+    """
     backbone: Any = model.base_model
     own_mask = "attention_mask" in inputs  # without one layers may be run again, outside this context
     with compat.grouped_queries() if own_mask else nullcontext():
@@ -76,17 +100,29 @@ def backbone_states(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs:
 
 
 def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tensor:
-    """Return the mask for a model, (B, 1, Q, K): each token (Q) attends to what is True (K) and nothing else."""
+    """Return an attention mask in the form that the model's attention implementation takes.
+
+    Args:
+        sees_BQK: True where a token (Q) attends to a key (K).
+
+    Returns:
+        The mask, (B, 1, Q, K): of numbers to add for eager and sdpa, of booleans otherwise.
+    """
     sees_B1QK = sees_BQK[:, None]
     implementation = compat.attention_of(model.config)
     if implementation not in ("eager", "sdpa"):
         return sees_B1QK
-    # Both add a mask instead of selecting by it; sdpa would convert it anew in every layer.
+    # Both add a mask instead of selecting by it; sdpa would convert it again in every layer.
     device, dtype = sees_BQK.device, model.dtype
     if implementation == "sdpa" and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     hidden = -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min
     return torch.zeros(sees_B1QK.shape, dtype=dtype, device=device).masked_fill_(~sees_B1QK, hidden)
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the config of the language model, which is a part of the config of a model that also sees or hears."""
+    return model.config.get_text_config()
 
 
 def attends_to_all(model: PreTrainedModel) -> bool:
@@ -109,7 +145,16 @@ def attends_to_all(model: PreTrainedModel) -> bool:
 def head_logprobs(
     model: PreTrainedModel, hidden_SD: torch.Tensor, tokens_S: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-prob of each token and the entropy there, both (S,), with gradient, from the states before it."""
+    """Return the log-prob of each token and the entropy at its position, with gradient.
+
+    Args:
+        hidden_SD: hidden states before the output layer, from which the tokens are predicted.
+        tokens_S: token ids.
+        temperature: divides the logits.
+
+    Returns:
+        Log-probs and entropies in nats, both (S,).
+    """
     if hidden_SD.dtype == torch.float64:  # TRL's function computes in float32
         log_p_SV = (_logits(model, model.get_output_embeddings(), hidden_SD) / temperature).log_softmax(-1)
         return log_p_SV.gather(-1, tokens_S[:, None])[:, 0], -(log_p_SV.exp() * log_p_SV).sum(-1)
@@ -132,10 +177,18 @@ def kl_backward(
 ) -> float:
     """Return the sum over tokens of KL(teacher || model) over the vocabulary, and add `weight` times its gradient.
 
-    hidden_SD and teacher_SD are the states of the same tokens. A teacher that is the model without its adapter needs
-    `without_adapter`, for rows of the output layer may be trained as well. A few tokens at a time, forward and
-    backward, so that logits of both exist for these alone; then the states' own graph, which is spent. weight=None: no
-    gradient.
+    It computes forward and backward for a few tokens at a time, so that logits exist for these alone, and then runs the
+    backward pass of the hidden states, whose graph is freed.
+
+    Args:
+        hidden_SD: the model's hidden states before the output layer.
+        teacher: the teacher, which may be the model itself without its adapter.
+        teacher_SD: the teacher's hidden states at the same positions.
+        weight: factor of the gradient; None for no gradient.
+        without_adapter: context in which the model is the teacher; rows of the output layer may be trained as well.
+
+    Returns:
+        The sum in nats.
     """
     layer: Any = model.get_output_embeddings()
     tokens = max(1, KL_TILE.get(hidden_SD.device.type, KL_TILE["cuda"]) // len(layer.weight))
@@ -195,7 +248,12 @@ def prefix_of(ids: Ids, mask: Sequence[bool]) -> tuple[int, ...]:
 
 
 def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> list[tuple[int, ...]]:
-    """Return prefixes that several rows share, the largest savings first, of at most `budget` tokens in all."""
+    """Return prefixes that several rows share, the largest savings first.
+
+    Args:
+        rows: token ids and mask of each row.
+        budget: the largest number of tokens of all prefixes together.
+    """
     count: dict[tuple[int, ...], int] = {}
     for ids, mask in rows:
         key = prefix_of(ids, mask)
@@ -209,23 +267,23 @@ def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> 
 
 
 class _PrefixLayer(CacheLayer):
-    """Keys and values of one layer: of the prefixes, [G, H, P, D]; then those picked for each row, and the row's."""
+    """Keys and values of one layer: of the prefixes, (G, H, P, D); then those picked for each row, and the row's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read: tuple[torch.Tensor, torch.Tensor] | None = None  # as computed, with their graph
-        self.given: tuple[torch.Tensor, torch.Tensor] | None = None  # the same as leaves, which gather gradients
+        self.leaves: tuple[torch.Tensor, torch.Tensor] | None = None  # detached copies, which gather gradients
         self.pick_B = torch.empty(0, dtype=torch.long)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.given is None:
+        if self.leaves is None:
             self.read = (key_states, value_states)
             return self.read
         # Gradients of the rows of a group are added up in one order: indexing does on a GPU, index_select on a CPU.
         on_cpu = self.pick_B.device.type == "cpu"
-        keys, values = (each.index_select(0, self.pick_B) if on_cpu else each[self.pick_B] for each in self.given)
+        keys, values = (each.index_select(0, self.pick_B) if on_cpu else each[self.pick_B] for each in self.leaves)
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -233,7 +291,7 @@ class _PrefixLayer(CacheLayer):
 
 
 class Prefixes:
-    """Prefixes that were prefilled once. `states` is `trained_states` for rows of which some continue them.
+    """Shared prefixes, each computed once. `states` is `trained_states` for rows of which some begin with a prefix.
 
     With gradients: call `states` and the backward pass for one micro-batch after another, then `backward` once.
     """
@@ -254,7 +312,7 @@ class Prefixes:
         for layer in self.layers:
             assert layer.read is not None, "every layer keeps keys and values"
             keys, values = (each.detach().requires_grad_(each.requires_grad) for each in layer.read)
-            layer.given = (keys, values)
+            layer.leaves = (keys, values)
 
     def states(self, rows: Sequence[Ids], masks: Sequence[Sequence[bool]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result of `trained_states` for these rows, whose prefixes are not computed again."""
@@ -279,13 +337,13 @@ class Prefixes:
         return hidden_SD, ids_BQ[mask_BQ].to(self.model.device)
 
     def backward(self) -> None:
-        """Pass the gradients at the prefixes, which the rows have left there, to the weights."""
+        """Add the gradients that the rows have left at the prefixes to the gradients of the weights."""
         ends = [
-            (read, given.grad)
+            (read, leaf.grad)
             for layer in self.layers
-            if layer.read is not None and layer.given is not None
-            for read, given in zip(layer.read, layer.given, strict=True)
-            if given.grad is not None
+            if layer.read is not None and layer.leaves is not None
+            for read, leaf in zip(layer.read, layer.leaves, strict=True)
+            if leaf.grad is not None
         ]
         if ends:
             torch.autograd.backward([read for read, _ in ends], [grad for _, grad in ends])
@@ -297,7 +355,7 @@ class Prefixes:
         seen_BQK: torch.Tensor,
         predicts_BQ: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the states that predict something; each token attends to what `seen_BQK` says."""
+        """Return the hidden states at `predicts_BQ`; a token attends to the keys that `seen_BQK` marks."""
         model, device = self.model, self.model.device
         if predicts_BQ is None:
             predicts_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool)

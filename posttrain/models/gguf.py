@@ -84,7 +84,7 @@ def wrong_number(reader: GGUFReader) -> str | None:
     """
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     kind = fields.get("general.architecture")
-    blocks = {int(found[1]) for each in reader.tensors if (found := re.search(r"(?:^|\.)blk\.(\d+)\.", each.name))}
+    blocks = {int(match[1]) for each in reader.tensors if (match := re.search(r"(?:^|\.)blk\.(\d+)\.", each.name))}
     widths = [int(each.shape[0]) for each in reader.tensors if each.name == "token_embd.weight"]
     for name, there in (("block_count", [max(blocks, default=-1) + 1]), ("embedding_length", widths)):
         stated = fields.get(f"{kind}.{name}")

@@ -36,11 +36,18 @@ CODE = "modeling_convgpt.py"  # the copy of posttrain/models/convgpt.py beside t
 def load(
     model: ModelSection, *, device: str, chat_template: str | None, training: bool = True
 ) -> tuple[PreTrainedModel, Chat]:
-    """Return the model on its device, and its chat.
+    """Load the model onto its device, and its chat.
 
-    dtype "auto" is float32 whatever the checkpoint holds, so that training has full master weights (autocast supplies
-    bfloat16); without `training` it is bfloat16 where the hardware has it. For tuning=qlora the weights are 4-bit; the
-    adapter comes from `peft_config`.
+    Args:
+        model: which model, its tuning and dtype. "auto" is float32 whatever the checkpoint holds, so that training has
+            full master weights (autocast supplies bfloat16). For tuning=qlora the weights are 4-bit; `peft_config`
+            gives the adapter.
+        device: "auto", "cpu", "cuda" or "mps".
+        chat_template: path of a template, or None for the model's own.
+        training: False makes dtype "auto" bfloat16 where the hardware has it.
+
+    Raises:
+        UserError: the model is missing, damaged or not supported, or has another template.
     """
     place = hardware.resolve_device(device)
     if place.type == "cpu" and not torch.cuda.is_available():
@@ -75,7 +82,11 @@ def load(
 
 
 def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
-    """Return tokenizer and template. UserError: a previous phase trained with another template."""
+    """Return tokenizer and template.
+
+    Raises:
+        UserError: a previous phase trained with another template.
+    """
     check_source(model)
     config = load_config(model)  # the tokenizer's loader reads it as well, and would take the blame
     check_tokenizer(model)
@@ -91,7 +102,7 @@ def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
 
 
 def _check_ids(name: str, tokenizer: Any, config: Any) -> None:
-    """Raise UserError for a token that no row of the embedding stands for: it would fail in the middle of a run."""
+    """Raise UserError for a token without a row in the embedding: it would fail in the middle of a run."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if rows is not None and largest >= max(rows, len(tokenizer)):
@@ -104,7 +115,10 @@ def _check_ids(name: str, tokenizer: Any, config: Any) -> None:
 def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) -> LoraConfig | None:
     """Return peft's settings for tuning=lora or qlora; None for full fine-tuning.
 
-    Tokens that the chat had to add have no trained embedding yet: given net and chat, their rows are trained as well.
+    Args:
+        model: which tuning.
+        net: the loaded model.
+        chat: its chat. Tokens that the chat had to add have no trained embedding yet: their rows are trained as well.
     """
     if model.tuning == "full":
         return None
@@ -186,7 +200,7 @@ def parameters_not_finite(net: Any) -> str:
 def whole_again(net: Any, cfg: TrainingRun, chat: Chat) -> Any:
     """Return an ordinary model on the CPU with the weights of a sharded one, in the first process; None in the others.
 
-    All processes must call it. The model is read again, with its adapter, and gets these weights.
+    All processes must call it. It loads the model again, with its adapter, and copies the weights.
     """
     weights = sharding.whole_weights(net)
     if not runlog.is_main_process():
@@ -213,11 +227,20 @@ def save(
 ) -> Path:
     """Write a phase's result: whole weights, tokenizer, template, the config that made them, model card, manifest.
 
-    `history` are the records of the phases that made it (model_card.py); without them there is no card.
-
     A LoRA adapter is merged into the weights (into the float32 weights of `source` where those in memory have 4 or 16
-    bits, which would round the result) and also saved in `adapter/` beside the folder. UserError, and nothing is
-    written, where weights are not finite.
+    bits, which would round the result) and also saved in `adapter/` beside the folder.
+
+    Args:
+        folder: the result's folder, as runs/mine/final.
+        net: the trained model.
+        chat: its chat.
+        config: the run's config as values of JSON.
+        source: the model that the phase started from.
+        history: `model_card.phase_record` of the phases that made the model; without them there is no card.
+        **meta: values to store in the manifest, as `phase` and `step`.
+
+    Raises:
+        UserError: a weight is not finite; nothing is written then.
     """
     _require_finite(folder, net)
     net_type = net.config.model_type
@@ -325,12 +348,12 @@ def describe_training(cfg: TrainingRun, net: Any, device: torch.device) -> str:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = cfg.trainer if isinstance(cfg.trainer, dict) else cfg.trainer.model_dump()
     computes = "bfloat16" if trainer.get("bf16") else "float16" if trainer.get("fp16") else "float32"
-    told = (
+    line = (
         f"{count / 1e6:.2f} M parameters ({share}), {device}, {processes} process{'es' if processes > 1 else ''}, "
         f"{computes}, learning rate {cfg.learning_rate:g}"
     )
     warning = cfg.low_rate()
-    return f"{told}\nWARNING: {warning}" if warning else told
+    return f"{line}\nWARNING: {warning}" if warning else line
 
 
 @torch.no_grad()
@@ -341,7 +364,7 @@ def check_it_runs(name: str, model: PreTrainedModel) -> None:
         finite = torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever its code does with a value that does not fit
+    except Exception as error:  # any error of its code for a value that does not fit
         raise UserError(
             f"{name} can be loaded, but does not run ({one_line(error)}). A value of its config.json does not fit:"
             " get a whole copy of the model."

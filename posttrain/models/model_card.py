@@ -69,7 +69,15 @@ def phase_record(
     data: Iterable[dict[str, Any]] = (),
     results: Iterable[CardResult] = (),
 ) -> dict[str, Any]:
-    """Return the record of a phase as JSON. data: of each source its path, kind, licence, train and held_out rows."""
+    """Return the record of a phase for the model card, as JSON values.
+
+    Args:
+        phase: as "phase1".
+        config: the run's config.
+        step: the last step.
+        data: path, kind, licence, train and held_out rows of each source.
+        results: figures on held-out items.
+    """
     base, revision = config["model"]["name_or_path"], config["model"].get("revision")
     return {
         "phase": phase,
@@ -129,7 +137,11 @@ def render_card(
 ) -> str:
     """Return the card, metadata and text, of a model that these phases made, one after another.
 
-    With `adapter` it is the card of the last phase's LoRA adapter alone, which needs the model that phase began with.
+    Args:
+        records: of the phases, the first one first.
+        model_type: architecture, as "llama".
+        adapter: whether to write the card of the last phase's LoRA adapter alone, which needs the model before it.
+        publication: name and evaluation of a model to publish.
     """
     publication = publication or Published()
     start = records[-1] if adapter else records[0]
@@ -165,7 +177,7 @@ def commit() -> str | None:
     git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
         if subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True).returncode:
-            return None  # installed into an environment that lies in somebody's own checkout
+            return None  # installed into an environment inside another project's checkout
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
         changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
     except OSError:  # no git
@@ -215,10 +227,10 @@ CARDS.filters |= {"count": "{:,}".format, "text": markdown_text, "place": public
 
 def _at(config: dict[str, Any], path: str) -> Any:
     """Return the value at a dotted path: _at({"a": {"b": 1}}, "a.b") -> 1; None where a key is missing."""
-    found: Any = config
+    section: Any = config
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        section = section.get(key) if isinstance(section, dict) else None
+    return section
 
 
 def _licence(name_or_path: str, revision: str | None) -> str | None:

@@ -31,7 +31,7 @@ _SIZE = re.compile(r"num_.*|n_(layer|head|embd|inner)|.*_(size|dim|heads|layers)
 
 
 def check_source(model: ModelSection) -> None:
-    """Check that a local folder is a checkpoint, or a Hub name looks like one; the Hub itself is not asked."""
+    """Check that a local folder is a checkpoint, or a Hub name looks like one; without a request to the Hub."""
     if model.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
         raise UserError(
             f"model.trust_remote_code=true runs code that {model.name_or_path} brings along, so it has to be pinned: "
@@ -174,7 +174,7 @@ def _tokens_around(step: Any) -> int:
 
 
 def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:
-    """Return the model in its files, every tensor checked; `more` goes to `from_pretrained`."""
+    """Load a model from its files and check every tensor; `more` goes to `from_pretrained`."""
     if os.path.isdir(model.name_or_path):
         checkpoint.verify_if_sealed(Path(model.name_or_path))
     config = load_config(model)
@@ -244,7 +244,7 @@ def _check_weights(name: str, net: PreTrainedModel, info: dict[str, Any]) -> Non
     transformers would fill what is missing with random numbers. `info` lists neither tied weights that are stored once
     nor what an architecture declares to be ignored.
     """
-    shapes = [f"{key} ({list(there)} instead of {list(wanted)})" for key, there, wanted in info["mismatched_keys"]]
+    shapes = [f"{key} ({list(there)} instead of {list(expected)})" for key, there, expected in info["mismatched_keys"]]
     wrong = [
         f"{len(keys)} {words}: {', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''}"
         for keys, words in (
@@ -267,7 +267,10 @@ def say_what_is_tied(name: str, net: Any, trust_remote_code: bool = False) -> No
     """Correct `tie_word_embeddings` where the files hold different tensors for output layer and embedding.
 
     transformers loads both but leaves `tie_word_embeddings: true` in the config, so that the output layer would be lost
-    when the model is saved and loaded again, or gets more rows. UserError for an architecture that differs untied.
+    when the model is saved and loaded again, or gets more rows.
+
+    Raises:
+        UserError: the architecture computes something else without tied weights.
     """
     layer, embedding = net.get_output_embeddings(), net.get_input_embeddings()
     if layer is None or layer.weight is embedding.weight or not net.config.tie_word_embeddings:

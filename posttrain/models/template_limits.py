@@ -41,11 +41,11 @@ def why_not(template: str, special_tokens: Mapping[str, str], dialogues: list[li
 
 
 @functools.cache
-def _tried(given: str) -> str:
+def _tried(source: str) -> str:
     # -P keeps this file's folder off the path, where types.py would replace the standard library's
     command = [sys.executable, "-P", __file__]
     try:
-        done = subprocess.run(command, input=given.encode(), capture_output=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(command, input=source.encode(), capture_output=True, timeout=PATIENCE, check=False)
     except subprocess.TimeoutExpired:
         return f"it takes more than {PATIENCE} seconds"
     if done.returncode > 0 and done.returncode != OUT_OF_MEMORY:

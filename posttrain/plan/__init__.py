@@ -1,6 +1,6 @@
-"""Can this run be done, and what does it take?  Memory, time and cost, and what a model must pass, before it starts.
+"""Can a run be done, and what does it cost?  Memory, time, price, and the tests of a model, before the start.
 
-`preflight` says everything that is wrong at once, `selftest` tries shortcuts on the very model, `show` prints the plan.
+`preflight` reports all problems at once, `selftest` tries shortcuts on the model itself, `show` prints the plan.
 """
 
 import lazy_loader

@@ -1,19 +1,13 @@
-from . import selftest as selftest
 from .episodes import (
-    MOST_TOKENS as MOST_TOKENS,
     Place as Place,
     Plan as Plan,
-    always as always,
     choose as choose,
-    learning as learning,
-    make as make,
-    output_tiles as output_tiles,
-    playing as playing,
+    make_plan as make_plan,
     rows_at_once as rows_at_once,
 )
-from .parts import Numbers as Numbers, gib as gib, most as most
+from .parts import Numbers as Numbers, gib as gib, peak_bytes as peak_bytes
 from .preflight import check_hub as check_hub, check_run as check_run, try_output_layer as try_output_layer
-from .report import show as show
+from .report import print_plan as print_plan
 from .rows import warning as warning
 from .selftest import (
     can_be_deterministic as can_be_deterministic,

@@ -1,13 +1,13 @@
-"""What works for a model, and what to write for what does not?  Tried with the functions that the scripts use.
+"""What works with a model, and what should be written where something does not?  Tried with the scripts' functions.
 
     posttrain check-model Qwen/Qwen3-0.6B
     posttrain check-model models/mine --config phase1_sft model.tuning=lora
     posttrain check-model models/mine chat.template=chatml
 
-A line for each subject, with a mark: `ok`, `slower` (it works, at a price that is named), `does not work`. What depends
-on settings is checked for those of the config file and of KEY=VALUE; without a file those of the reference run of
-phase 3. Exit code 0 if the model can be trained so, 1 if something of it does not work or is damaged, 2 where there is
-no such model, or for other bad input.
+A line for each subject, with a mark: `ok`, `slower` (it works, but costs time), `does not work`. What depends on
+settings is checked with those of the config file and of KEY=VALUE; by default with the reference run of phase 3. The
+exit code is 0 if the model can be trained with them, 1 if something does not work or is damaged, and 2 if there is no
+such model, or for other bad input.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ OURS = "chatml"
 
 
 class Line(NamedTuple):
+    """A line of the report: Line("ok", "weights", "LlamaForCausalLM, 134.52 M parameters, ...")"""
+
     mark: str
     subject: str
     words: str
@@ -38,7 +40,11 @@ class Line(NamedTuple):
 
 
 def check(cfg: Any) -> Iterator[Line]:
-    """All lines for the model of a training config; UserError for a model that cannot be examined."""
+    """Yield all lines for the model of a training config.
+
+    Raises:
+        UserError: the model cannot be examined.
+    """
     from posttrain.models import model_files
     from posttrain.plan import preflight
 
@@ -82,12 +88,12 @@ def _architecture(section: ModelSection) -> Line:
     config = model_files.load_config(section)
     kind = f"{config.model_type}, in " + ("the code of the repository" if section.trust_remote_code else "transformers")
     if getattr(config, "auto_map", None) and not section.trust_remote_code:
-        kind += "; the code that the model brings along is not run"
+        kind += "; the code in its repository is not run"
     return Line(OK, "architecture", kind)
 
 
 def _own_code(section: ModelSection) -> str:
-    """What to write where a model needs code of its own."""
+    """Return what to write if a model needs the code of its repository; "" if it needs none."""
     from transformers import PreTrainedConfig
 
     try:
@@ -97,25 +103,26 @@ def _own_code(section: ModelSection) -> str:
     if "auto_map" not in content or section.trust_remote_code:
         return ""
     return (
-        " Its architecture is code of its own: read it, then write model.trust_remote_code=true and"
+        " Its architecture is code in its repository: read it, then write model.trust_remote_code=true and"
         " model.revision=<the 40-digit commit that you have read>."
     )
 
 
 class _Template(NamedTuple):
-    file: str | None  # what the lines that follow are for
-    refused: str  # why it is not the one that was asked for
+    file: str | None  # the template that the other lines are for
+    refused: str  # why the template of the config cannot be used; "" if it can
 
 
-def _usable_template(section: ModelSection, asked: str | None) -> _Template:
+def _usable_template(section: ModelSection, template: str | None) -> _Template:
+    """Return the template of the config, or ours if it cannot be used."""
     from posttrain import models
 
     try:
-        models.load_chat(section, asked)
+        models.load_chat(section, template)
     except UserError as problem:
-        models.load_chat(section, OURS)  # what fails here as well does not depend on the template
+        models.load_chat(section, OURS)  # an error here does not depend on the template
         return _Template(OURS, str(problem))
-    return _Template(asked, "")
+    return _Template(template, "")
 
 
 class _Loaded(NamedTuple):
@@ -125,7 +132,7 @@ class _Loaded(NamedTuple):
 
 
 def _load(section: ModelSection, device: str, template: str | None) -> _Loaded:
-    """The model as the scripts load it; where its attention alone is refused, with another one."""
+    """Return the model as the scripts load it, or with eager attention if only its attention is refused."""
     from posttrain import models
 
     try:
@@ -137,17 +144,19 @@ def _load(section: ModelSection, device: str, template: str | None) -> _Loaded:
         net, chat = models.load(plain, device=device, chat_template=template)
         return _Loaded(Line(BROKEN, "attention", f"{problem} The lines below are for that."), net, chat)
     count = sum(parameter.numel() for parameter in net.parameters())
-    words = f"{type(net).__name__}, {count / 1e6:.2f} M parameters, safetensors, whole and finite, computed with once"
+    words = (
+        f"{type(net).__name__}, {count / 1e6:.2f} M parameters, safetensors, complete and finite, one computation done"
+    )
     return _Loaded(Line(OK, "weights", words), net, chat)
 
 
-def _template(chat: Chat, asked: str | None) -> Line:
-    words = f"that of {asked}" if asked else "the model's own"
+def _template(chat: Chat, template: str | None) -> Line:
+    words = f"the one of {template}" if template else "the model's own"
     if chat.template.rstrip().endswith(_text_of_ours()):
-        added = f", whose {chat.added_tokens} tokens are added: phase 1 has to teach them" if chat.added_tokens else ""
-        words = f"{'' if asked else 'the model has none, so '}{OURS}{added}"
+        added = f", whose {chat.added_tokens} tokens are added: phase 1 must teach them" if chat.added_tokens else ""
+        words = f"{'' if template else 'the model has none, so '}{OURS}{added}"
     if "strftime_now" in chat.template:
-        words += "; it writes today's date, so that every day has other prompts (a copy without it as chat.template)"
+        words += "; it writes today's date, so that prompts change daily (chat.template: a copy without the date)"
     return Line(OK, "chat template", words)
 
 
@@ -158,51 +167,49 @@ def _text_of_ours() -> str:
 
 
 def _start(chat: Chat) -> Line:
-    """What stands before the first word of a conversation, beside what the tokenizer puts before plain text."""
+    """Compare the tokens before a conversation with those that the tokenizer puts before plain text."""
     tokens = ", ".join(f"{chat.tokenizer.convert_ids_to_tokens(token)} ({token})" for token in chat.start_ids)
     if not tokens:
         return Line(OK, "start of text", "the tokenizer puts no token before plain text, and none is added")
     puts = f"the tokenizer puts {tokens} before plain text"
     written = json.dumps("".join(chat.tokenizer.convert_ids_to_tokens(chat.start_ids)), ensure_ascii=False)
     if chat.template.startswith(f"{{{{- {written} }}}}"):  # as Chat.load puts it
-        return Line(OK, "start of text", f"{puts}, and so does the template, which lacked it and got it")
+        return Line(OK, "start of text", f"{puts}; the template lacked them, so they were added to it")
     if chat.prompt([{"role": "user", "content": "Hi"}])[: len(chat.start_ids)] == chat.start_ids:
-        return Line(OK, "start of text", f"{puts}, and the template writes it")
+        return Line(OK, "start of text", f"{puts}, and the template writes them")
     if chat.writes_start():
         return Line(
-            OK, "start of text", f"{puts}, but the template writes it only in some dialogues, and is left as it is"
+            OK, "start of text", f"{puts}, but the template writes them only in some dialogues, and is not changed"
         )
-    return Line(OK, "start of text", f"{puts}, but an earlier phase trained without it, so it stays out")
+    return Line(OK, "start of text", f"{puts}, but an earlier phase was trained without them, so they are not added")
 
 
 def _turns(chat: Chat) -> Iterator[Line]:
-    """What a rollout does with a conversation, turn by turn, against the whole that training reads."""
+    """Compare a conversation that grows turn by turn in a rollout with the whole conversation in training."""
     asks, thinks, replies = "Which way?", "<think>\nThe ice is left.\n</think>\n\nRight", "And now?"
     roles = ("user", "assistant", "user", "assistant")
     whole = [{"role": role, "content": text} for role, text in zip(roles, (asks, thinks, replies, "Up"), strict=True)]
     encoded = chat.encode(whole)
-    said = [n for n, on in enumerate(encoded.mask) if on]
+    marked = [n for n, on in enumerate(encoded.mask) if on]
     spans = [[*chat.content_ids(text), chat.stop_id] for text in (thinks, "Up")]
-    if [encoded.ids[n] for n in said] == spans[0] + spans[1]:
-        yield Line(OK, "assistant mask", "exactly what the assistant says, and the token that ends it, is trained on")
+    if [encoded.ids[n] for n in marked] == spans[0] + spans[1]:
+        yield Line(OK, "assistant mask", "training uses exactly the assistant's messages and the token that ends each")
     else:
         yield Line(
-            BROKEN, "assistant mask", "what is marked is not what the assistant says. Write chat.template=" + OURS
+            BROKEN, "assistant mask", "the mask does not select the assistant's messages. Write chat.template=" + OURS
         )
     grown = [*chat.prompt(whole[:1]), *spans[0], *chat.extend(replies)]
     if grown == chat.prompt(whole[:3]) == encoded.ids[: len(grown)]:
-        words = (
-            "turns are appended, and thoughts stay in the history: each turn's tokens are a prefix of the next one's"
-        )
+        words = "turns are appended and keep their thoughts: the tokens of each turn are a prefix of the next turn's"
         yield Line(OK, "history", words)
     else:
         yield Line(BROKEN, "history", "a turn is not a prefix of the next one. Write chat.template=" + OURS)
     try:
         chat.prompt([{"role": "system", "content": "Play."}, whole[0]])
     except UserError as problem:
-        yield Line(BROKEN, "system messages", f"the environments write them, and {problem}")
+        yield Line(BROKEN, "system messages", f"environments use them, but {problem}")
     else:
-        yield Line(OK, "system messages", "taken, as the environments write them")
+        yield Line(OK, "system messages", "accepted; environments use them")
 
 
 def _tokens(section: ModelSection, chat: Chat) -> Iterator[Line]:
@@ -212,21 +219,23 @@ def _tokens(section: ModelSection, chat: Chat) -> Iterator[Line]:
     try:
         revision: Any = section.revision
         stops = GenerationConfig.from_pretrained(section.name_or_path, revision=revision).eos_token_id
-    except OSError:  # it has none
+    except OSError:  # there is no generation_config.json
         from posttrain.models import model_files
 
         stops = getattr(model_files.load_config(section), "eos_token_id", None)
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
     words = f"{name(chat.stop_id)} ({chat.stop_id}) ends an answer"
     if chat.stop_id in listed:
-        words += ", as its makers' settings say"
+        words += ", as in the model's generation config"
     else:
         those = ", ".join(f"{name(stop)} ({stop})" for stop in listed) or "none"
-        words += f"; its makers' settings name {those}: phase 1 has to teach it before phase 3, or no turn will end"
-    yield Line(OK, "stop token", f"{words}; what is saved stops there")
+        words += (
+            f"; the model's generation config has {those}: phase 1 must teach it before phase 3, or no turn will end"
+        )
+    yield Line(OK, "stop token", f"{words}; saved models stop there")
     pad = f"{name(chat.pad_id)} ({chat.pad_id})"
     same = chat.pad_id == chat.stop_id
-    yield Line(OK, "pad token", pad + (", which is the stop token as well: masks tell them apart" if same else ""))
+    yield Line(OK, "pad token", pad + (", which is also the stop token: masks tell them apart" if same else ""))
 
 
 # ----------------------------------------------------------------------------------------------------- what it computes
@@ -240,7 +249,7 @@ def _computing(cfg: Any, loaded: _Loaded) -> Iterator[Line]:
     net, chat = loaded.net, loaded.chat
     try:
         selftest.without_noise(net)
-        yield Line(OK, "noise", "none in training, once all rates of dropout are 0 (phase 3 sets them so)")
+        yield Line(OK, "noise", "none in training when all dropout rates are 0, as in phase 3")
     except UserError as problem:
         yield Line(BROKEN, "noise", f"{problem} Phases 1 and 2 can.")
     yield _right_padding(net, chat.pad_id)
@@ -259,9 +268,9 @@ def _computing(cfg: Any, loaded: _Loaded) -> Iterator[Line]:
     else:
         yield Line(SLOWER, "KV cache", f"every turn reads its whole history again (engine=replay): {unfit}")
     if selftest.can_share_prefixes(net):
-        yield Line(OK, "shared prefixes", "the prompt of a group is read once in an update")
+        yield Line(OK, "shared prefixes", "an update reads the prompt of a group once")
     else:
-        yield Line(SLOWER, "shared prefixes", "every sample of a group reads its prompt in an update")
+        yield Line(SLOWER, "shared prefixes", "an update reads the prompt again for every sample of a group")
     config = net.config.get_text_config()
     cap, scale = soft_cap(config), logit_scale(config)
     shaped = [f"soft-capped at {cap:g}"] if cap is not None else []
@@ -269,7 +278,7 @@ def _computing(cfg: Any, loaded: _Loaded) -> Iterator[Line]:
     agrees = selftest.head_agrees(net)
     words = f"logits {' and '.join(shaped) or 'plain'}"
     if not agrees:
-        words = f"{type(net).__name__} does more to its logits than phase 3 knows. Phases 1 and 2 can train it."
+        words = f"{type(net).__name__} computes logits as phase 3 does not support. Phases 1 and 2 can train it."
     tied = net.get_output_embeddings().weight is net.get_input_embeddings().weight
     yield Line(OK if agrees else BROKEN, "output layer", words)
     yield Line(OK, "tied heads", "the output layer is the embedding" if tied else "not tied")
@@ -280,7 +289,7 @@ def _right_padding(net: Any, pad_id: int) -> Line:
 
     off = change_beside_longer_rows(net, pad_id)
     if off <= (1e-3 if str(net.dtype) == "torch.float32" else 0.05):
-        return Line(OK, "padding on the right", "a row gives the same states alone and beside longer ones")
+        return Line(OK, "padding on the right", "a row has the same states alone and beside longer rows")
     words = f"states of a row change by {off:.1%} beside a longer one: write trainer.per_device_train_batch_size=1"
     return Line(BROKEN, "padding on the right", words)
 
@@ -291,35 +300,37 @@ def _checkpointing(cfg: Any, net: Any) -> Line:
 
     if not (problem := why_not_recomputed(net)):
         return Line(OK, "gradient checkpointing", "gives the same gradients")
-    asked = trainer_field(cfg, "gradient_checkpointing")
-    words = f"not to be had ({problem}): write trainer.gradient_checkpointing=false, which takes more memory"
-    return Line(BROKEN if asked else SLOWER, "gradient checkpointing", words)
+    enabled = trainer_field(cfg, "gradient_checkpointing")
+    words = f"not possible ({problem}): write trainer.gradient_checkpointing=false, which takes more memory"
+    return Line(BROKEN if enabled else SLOWER, "gradient checkpointing", words)
 
 
 def _lora(cfg: Any, net: Any, chat: Chat) -> Line:
-    """What the adapter would sit on, whether all of it learns, and that phase 3 leaves the output layer alone."""
-    from posttrain.plan import selftest as trials
+    """Return which layers the adapter has, and whether all get gradients and phase 3 accepts them."""
+    from posttrain.plan import selftest
 
     section: ModelSection = cfg.model
-    asked, targets = section.tuning != "full", section.lora.target_modules
-    mark = BROKEN if asked else OK
-    section = section if asked else section.model_copy(update={"tuning": "lora"})
-    told = trials.adapter_of(section, net, chat)
-    if isinstance(told, str):
-        every = {name: trials.adapter_of(trials.on(section, [name]), net, chat) for name in trials.linear_names(net)}
-        takes = [name for name, each in every.items() if not isinstance(each, str) and not each.idle]
-        if not takes:
-            return Line(BROKEN if asked else SLOWER, "LoRA", f"not to be had: {told}. Write model.tuning=full.")
-        words = f"write model.lora.target_modules=[{','.join(takes)}]: {targets} is refused ({told})"
+    enabled, targets = section.tuning != "full", section.lora.target_modules
+    mark = BROKEN if enabled else OK
+    section = section if enabled else section.model_copy(update={"tuning": "lora"})
+    adapter = selftest.adapter_of(section, net, chat)
+    if isinstance(adapter, str):
+        every = {
+            name: selftest.adapter_of(selftest.on(section, [name]), net, chat) for name in selftest.linear_names(net)
+        }
+        possible = [name for name, each in every.items() if not isinstance(each, str) and not each.idle]
+        if not possible:
+            return Line(BROKEN if enabled else SLOWER, "LoRA", f"not possible: {adapter}. Write model.tuning=full.")
+        words = f"write model.lora.target_modules=[{','.join(possible)}]: {targets} is refused ({adapter})"
         return Line(mark, "LoRA", words)
-    if told.head:
-        words = "phase 3 takes no adapter on the output layer: leave it out of model.lora.target_modules"
+    if adapter.head:
+        words = "phase 3 does not accept an adapter on the output layer: leave it out of model.lora.target_modules"
         return Line(mark if hasattr(cfg, "rollout") else OK, "LoRA", words)
-    if told.idle:
-        rest = ",".join(name for name in told.names if name not in told.idle)
-        words = f"no gradient reaches {', '.join(told.idle)}: write model.lora.target_modules=[{rest}]"
+    if adapter.idle:
+        rest = ",".join(name for name in adapter.names if name not in adapter.idle)
+        words = f"no gradient reaches {', '.join(adapter.idle)}: write model.lora.target_modules=[{rest}]"
         return Line(mark, "LoRA", words)
-    words = f"{targets} is {', '.join(told.names)}; not the output layer, which phase 3 refuses"
+    words = f"{targets} is {', '.join(adapter.names)}; not the output layer, which phase 3 refuses"
     return Line(OK, "LoRA", words)
 
 
@@ -330,17 +341,17 @@ def _context(cfg: Any, section: ModelSection) -> Line:
     from posttrain.models import model_files
     from posttrain.plan import preflight
 
-    asked = preflight.longest_row(cfg)
-    assert asked is not None
+    longest = preflight.longest_row(cfg)
+    assert longest is not None
     limit = getattr(model_files.load_config(section).get_text_config(), "max_position_embeddings", None)
-    words = f"{limit:,} tokens" if isinstance(limit, int) else "config.json names no limit"
+    words = f"{limit:,} tokens" if isinstance(limit, int) else "config.json has no limit"
     try:
         preflight.check_positions(cfg, section)
     except UserError as problem:
         return Line(BROKEN, "longest context", str(problem))
-    beyond = isinstance(limit, int) and asked[1] > limit
-    more = ", which is more than it was trained on" if beyond else ""
-    return Line(OK, "longest context", f"{words}; {asked[0]} is {asked[1]:,}{more}")
+    beyond = isinstance(limit, int) and longest[1] > limit
+    more = ", more than the model was trained on" if beyond else ""
+    return Line(OK, "longest context", f"{words}; {longest[0]} is {longest[1]:,}{more}")
 
 
 def _memory(section: ModelSection) -> Line:
@@ -359,11 +370,11 @@ def _memory(section: ModelSection) -> Line:
 
 
 def schema_of(file: str) -> type[SFTRun] | type[DPORun] | type[StarPORun]:
-    """Which phase a config file is for."""
-    given = read_yaml(find_config(file))
-    if "envs" in given:
+    """Return the schema of the phase that a config file is for."""
+    content = read_yaml(find_config(file))
+    if "envs" in content:
         return StarPORun
-    data: Any = given.get("data")
+    data: Any = content.get("data")
     sources = data.get("sources") if isinstance(data, dict) else None
     if not isinstance(sources, list):
         raise UserError(f"--config {file} is not a config of phase 1, 2 or 3: it has neither envs nor data.sources.")
@@ -382,22 +393,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--config", default="configs/phase3_starpo.yaml", help="of phase 1, 2 or 3 (default: %(default)s)"
     )
-    given = parser.parse_intermixed_args(argv)
-    fixed = ["device=auto", f"model.name_or_path={json.dumps(given.name)}"]
-    cfg: Any = resolve(schema_of(given.config), given.config, [*fixed, *given.overrides])
+    options = parser.parse_intermixed_args(argv)
+    fixed = ["device=auto", f"model.name_or_path={json.dumps(options.name)}"]
+    cfg: Any = resolve(schema_of(options.config), options.config, [*fixed, *options.overrides])
 
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     broken = 0
-    print(f"{given.name}, with the settings of {' '.join([given.config, *given.overrides])}")
+    print(f"{options.name}, with the settings of {' '.join([options.config, *options.overrides])}")
     for line in check(cfg):
         broken += line.mark == BROKEN
         print(line, flush=True)
     if broken:
-        print(f"It cannot be trained so: {broken} of these {'does' if broken == 1 else 'do'} not work.")
+        print(f"It cannot be trained like this: {broken} of these {'does' if broken == 1 else 'do'} not work.")
         sys.exit(1)
-    print("It can be trained so.")
+    print("It can be trained like this.")
 
 
 if __name__ == "__main__":

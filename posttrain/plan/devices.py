@@ -1,4 +1,4 @@
-"""What can a device do, and what does an hour of it cost?  Datasheets, in one table; anything can be written over.
+"""How fast is a device, and what does an hour of it cost?  A table from datasheets, whose numbers can be replaced.
 
 A10G   8xH100   2x8xA100-80   H100:price=2.1,matmul=0.7   RTX4090:memory=24,bandwidth=1008,peak=165   cpu
 """
@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from posttrain.runtime import hardware
 from posttrain.types import UserError
 
-# Operations that Python launches for one layer of a forward pass: 1,106 over 24 layers of Qwen2.5-0.5B, counted by
-# benchmarks/launches.py. Qwen's published 49.9 tokens a second of Qwen2-0.5B on an A100, one by one, are 20 ms of
-# waiting for them: 18 microseconds each.
+# Operations that Python launches for one layer of a forward pass: 1,106 in the 24 layers of Qwen2.5-0.5B, counted by
+# benchmarks/launches.py. Qwen published 49.9 tokens a second for Qwen2-0.5B on an A100, without batching: 20 ms for the
+# launches of a token, 18 microseconds each.
 OPERATIONS = 46
 
 
@@ -34,21 +34,20 @@ class Device(NamedTuple):
     peak: float  # TFLOP/s, bfloat16 with float32 accumulation, dense
     single: float  # TFLOP/s in float32, without TF32 as torch multiplies it
     link: float  # GB/s to the other devices of its host, in one direction
-    network: float  # GB/s to other hosts: its share of the host's network
-    price: float | None = None  # dollars an hour; None where nobody knows
-    operation: float = 18e-6  # seconds until Python has launched one operation
-    waits: bool = False  # a CPU computes before it goes on; a GPU while the next operations are being launched
+    network: float  # GB/s to other hosts: the device's share of the network of its host
+    price: float | None = None  # dollars an hour; None if unknown
+    operation: float = 18e-6  # seconds in which Python launches one operation
+    waits: bool = False  # True for a CPU, which computes between launches; a GPU computes during them
 
     @property
     def cuda(self) -> bool:
         return not self.waits
 
 
-# Bandwidth and peak: NVIDIA's datasheets, SXM where there is a choice, half of what is given "with sparsity"; the A10G
-# has no datasheet of its own (baseten.co, "A10 vs A10G"). Link: NVLink, or PCIe 4 x16. Network: that of the EC2
-# instances with eight (g5, g6, p4d, p4de, p5, p5e). Price: one GPU of Hugging Face Inference Endpoints on AWS, as its
-# documentation said in autumn 2025 (commit 1129396), eight cost eight times as much; the A100 of 40 GB is not there:
-# Lambda, one of eight, on 2026-09-20.
+# Bandwidth and peak: NVIDIA's datasheets, for SXM, half of the numbers "with sparsity"; the A10G has no datasheet
+# (baseten.co, "A10 vs A10G"). Link: NVLink, or PCIe 4 x16. Network: EC2 instances with eight GPUs (g5, g6, p4d, p4de,
+# p5, p5e). Price: one GPU of Hugging Face Inference Endpoints on AWS, by their documentation in autumn 2025 (commit
+# 1129396), where eight cost eight times as much. A100 with 40 GB: Lambda, one of eight, 2026-09-20.
 DEVICES = [
     Device("A10G", 24, 600, 70, 31.2, 32, 1.56, 1.00),
     Device("L4", 24, 300, 121, 30.3, 32, 1.56, 0.80),
@@ -66,7 +65,7 @@ class Fleet(NamedTuple):
     device: Device
     hosts: int = 1
     each: int = 1  # devices of a host
-    known: Mapping[str, float] = MappingProxyType({})  # what the user knows better than the plan: see `KNOWN`
+    known: Mapping[str, float] = MappingProxyType({})  # numbers that replace those of the plan: see `KNOWN`
 
     @property
     def count(self) -> int:
@@ -83,7 +82,7 @@ class Fleet(NamedTuple):
 
     @property
     def wire(self) -> float:
-        """Bytes a second that a device can send in a collective operation over all of them."""
+        """Return the bytes a second that a device sends in a collective operation over all of them."""
         return (self.device.network if self.hosts > 1 else self.device.link) * 1e9
 
 
@@ -93,47 +92,51 @@ OF_WORK = ("rows", "tokens", "trained", "padding", "prompt", "new", "reply", "tu
 KNOWN = (*OF_DEVICES, *OF_FACTORS, *OF_WORK)
 SHARES = (*OF_FACTORS, "trained", "kept")  # above 0, 1 at most
 COUNTS = ("rows", "tokens", "new", "turns")  # 1 at least
-ZERO_TOO = ("price", "padding", "prompt", "reply")
+MAY_BE_ZERO = ("price", "padding", "prompt", "reply")
 
 
-def fleets(asked: str) -> list[Fleet]:
-    """What `--plan` names, "all" or one; see the top of this file. UserError for anything else."""
-    name, _, written = asked.partition(":")
-    known = _known(asked, written)
+def fleets(option: str) -> list[Fleet]:
+    """Return the devices that `--plan` names, one or "all"; see the top of this file.
+
+    Raises:
+        UserError: the option is wrong.
+    """
+    name, _, replaced = option.partition(":")
+    known = _read_numbers(option, replaced)
     if name == "all":
         return [_with(Fleet(device, *many), known) for many in ((1, 1), (1, 8), (2, 8)) for device in DEVICES]
-    found = re.fullmatch(r"(?:(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})x)?([A-Za-z][\w-]*)", name)
-    if found is None:
-        raise UserError(_what_there_is(asked))
-    hosts, each, kind = found.groups()
+    match = re.fullmatch(r"(?:(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})x)?([A-Za-z][\w-]*)", name)
+    if match is None:
+        raise UserError(_no_device(option))
+    hosts, each, kind = match.groups()
     device = next((device for device in DEVICES if device.name.lower() == kind.lower()), None)
     if kind.lower() == "cpu":
         device = probed()
     elif device is None:
         if not {"memory", "bandwidth", "peak"} <= known.keys():
-            raise UserError(_what_there_is(asked))
+            raise UserError(_no_device(option))
         device = Device(
             kind, 0, 0, 0, single=known["peak"] / 8, link=32, network=1.56
-        )  # an eighth: between L4 and H100
+        )  # float32 at an eighth of the peak, between L4 and H100
     return [_with(Fleet(device, int(hosts or 1), int(each or 1)), known)]
 
 
-def _known(asked: str, written: str) -> dict[str, float]:
+def _read_numbers(option: str, replaced: str) -> dict[str, float]:
     known = {}
-    for part in filter(None, written.split(",")):
+    for part in filter(None, replaced.split(",")):
         key, _, value = part.partition("=")
         if key not in KNOWN or not re.fullmatch(r"\d{1,15}(\.\d{1,15})?", value):
             raise UserError(
-                f"--plan {asked}: `{part}` is not KEY=NUMBER with one of the keys {', '.join(KNOWN)}. GB, GB/s, TFLOP/s"
-                " and dollars an hour for devices; shares of the peak and the bandwidth; counts of what is trained on."
+                f"--plan {option}: `{part}` is not KEY=NUMBER with one of the keys {', '.join(KNOWN)}. GB, GB/s,"
+                " TFLOP/s and dollars an hour for devices; shares of the peak and the bandwidth; counts of the data."
             )
         if key in known:
-            raise UserError(f"--plan {asked}: `{key}` is written twice. Write it once.")
+            raise UserError(f"--plan {option}: `{key}` is written twice. Write it once.")
         known[key] = number = float(value)
-        too_small = number < 1 if key in COUNTS else number == 0 and key not in ZERO_TOO
+        too_small = number < 1 if key in COUNTS else number == 0 and key not in MAY_BE_ZERO
         if too_small or (key in SHARES and number > 1):
-            wanted = "a share above 0, at most 1" if key in SHARES else "1 or more" if key in COUNTS else "above 0"
-            raise UserError(f"--plan {asked}: `{part}` cannot be. `{key}` is {wanted}.")
+            allowed = "a share above 0, at most 1" if key in SHARES else "1 or more" if key in COUNTS else "above 0"
+            raise UserError(f"--plan {option}: `{part}` is not possible. `{key}` is {allowed}.")
     return known
 
 
@@ -142,18 +145,18 @@ def _with(fleet: Fleet, known: dict[str, float]) -> Fleet:
     return fleet._replace(device=fleet.device._replace(**own), known=known)
 
 
-def _what_there_is(asked: str) -> str:
+def _no_device(option: str) -> str:
     return (
-        f"--plan {asked or '(empty)'} names no device: write one of"
+        f"--plan {option or '(empty)'} names no device: write one of"
         f" {', '.join(device.name for device in DEVICES)}, cpu (this machine, measured in a few seconds), 8xH100 for"
-        " eight of them, 2x8xH100 for two hosts of eight, or nothing for all. Facts can be written over"
-        " (H100:price=2.1), and of a device that is not in the table they are"
-        " needed: RTX4090:memory=24,bandwidth=1008,peak=165 (GB, GB/s, TFLOP/s in bfloat16)."
+        " eight of them, 2x8xH100 for two hosts of eight, or nothing for all. Numbers can be replaced"
+        " (H100:price=2.1). For a device that is not in the table they are"
+        " required: RTX4090:memory=24,bandwidth=1008,peak=165 (GB, GB/s, TFLOP/s in bfloat16)."
     )
 
 
 def probed() -> Device:
-    """This machine's processor, as torch uses it now: the best of a few tries, as datasheets are."""
+    """Return this machine's processor, as torch uses it now, by its best figures in a few tries."""
     threads = torch.get_num_threads()
     half = torch.bfloat16 if hardware.has_bf16(torch.device("cpu")) else torch.float32
     numbers = torch.zeros(1 << 24)
@@ -164,7 +167,7 @@ def probed() -> Device:
         few, many = (_best(partial(_tiny(layers), torch.zeros(1, 1, dtype=torch.long)), 20) for layers in (2, 10))
     operation = max(0.0, many - few) / 8 / OPERATIONS
     memory = psutil.virtual_memory().total / 1e9
-    wire = bandwidth / 4e9  # through shared memory: written, copied and read again by gloo
+    wire = bandwidth / 4e9  # gloo writes, copies and reads shared memory
     name = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
     return Device(name, memory, bandwidth / 1e9, peak / 1e12, single / 1e12, wire, 0.125, None, operation, waits=True)
 
@@ -174,7 +177,7 @@ def _squares(half: torch.dtype) -> list[torch.Tensor]:
 
 
 def _tiny(layers: int) -> Callable[..., Any]:
-    """A decoder so narrow that its layers are nothing but operations to launch."""
+    """Return a decoder so narrow that launching its operations takes all the time."""
     sizes: dict[str, Any] = dict(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2
     )
@@ -182,7 +185,7 @@ def _tiny(layers: int) -> Callable[..., Any]:
 
 
 def _best(action: Callable[[], Any], tries: int = 5) -> float:
-    """Seconds of the fastest of a few tries, the first of all left out."""
+    """Return the seconds of the fastest of a few calls, after one that is not counted."""
     action()
     times = []
     for _ in range(tries):

@@ -1,7 +1,7 @@
-"""How much memory will a run of phase 3 take, and how much of it can it use at once?  Arithmetic before anything loads.
+"""How much memory does a run of phase 3 take, and which numbers of slots and tokens fit?  Computed before any loading.
 
-`always`, `playing`, `learning` and `stepping` turn shape and config into bytes, part by part; `choose` takes the most
-conversations and the largest micro-batch whose bytes fit.
+`always`, `playing`, `learning` and `stepping` turn shape and config into bytes, part by part; `choose` finds the
+largest number of conversations and the largest micro-batch that fit.
 """
 
 from __future__ import annotations
@@ -18,19 +18,29 @@ from transformers import PreTrainedModel
 from posttrain.config import ModelSection, StarPORun
 from posttrain.models import KL_TILE, VOCABULARY_CHUNK, model_files
 from posttrain.plan import parts
-from posttrain.plan.parts import FLOAT, MARGIN, Numbers, OfAToken, Parts, gib, largest, listed, most
+from posttrain.plan.parts import (
+    FLOAT,
+    MARGIN,
+    Numbers,
+    OfAToken,
+    Parts,
+    gib,
+    largest,
+    lines_of_parts,
+    peak_bytes,
+    sentence_of_parts,
+)
 from posttrain.plan.shape import Shape
 from posttrain.rollout import most_turns
 from posttrain.runtime import launcher, parallel
 from posttrain.types import UserError
 
-MOST_TOKENS = {"cuda": 16384, "cpu": 2048}  # of a micro-batch: a CPU is no faster with more, a GPU not expected to be
+MOST_TOKENS = {"cuda": 16384, "cpu": 2048}  # of a micro-batch: more make a CPU no faster, nor, as we expect, a GPU
 
 
-def trained(shape: Shape, cfg: StarPORun) -> list[tuple[int, int]]:
-    """What the optimizer moves, as numbers and bytes of each: the policy or its adapter, then what the critic has."""
-    tuned = cfg.model.tuning != "full"
-    counts = [(shape.adapter if tuned else shape.parameters, FLOAT)]
+def trained_counts(shape: Shape, cfg: StarPORun) -> list[tuple[int, int]]:
+    """Return (trained numbers, bytes of each) for the policy, and for the parts of the critic."""
+    counts = [parts.trained_parameters(shape, cfg.model.tuning)]
     if cfg.algorithm.critical:
         counts.append((shape.states + 1, FLOAT))  # the value head
         if cfg.algorithm.critic.kind == "separate":
@@ -40,12 +50,12 @@ def trained(shape: Shape, cfg: StarPORun) -> list[tuple[int, int]]:
 
 
 def always(shape: Shape, cfg: StarPORun, shards: int = 1) -> Parts:
-    """What is held from the first update to the end. Exact, up to the 8 bits of small tensors."""
-    numbers, counts = Numbers.of(cfg, shards), trained(shape, cfg)
+    """Return the bytes that are held from the first update on (exact, except for small tensors in 8 bits)."""
+    numbers, counts = Numbers.of(cfg, shards), trained_counts(shape, cfg)
     critic = sum(count * each for count, each in counts[1:])
     if cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate" and not shape.tied:
-        critic += shape.vocabulary * shape.states * FLOAT  # copied, too
-    copied = cfg.algorithm.beta > 0 or cfg.distillation is not None  # one copy is reference and teacher
+        critic += shape.vocabulary * shape.states * FLOAT  # the output layer is copied as well
+    copied = cfg.algorithm.beta > 0 or cfg.distillation is not None  # one copy is both reference and teacher
     return {
         "weights": parts.weights(shape, numbers),
         "reference model": numbers.mine(shape.parameters * numbers.stored) if copied and numbers.full else 0,
@@ -55,59 +65,63 @@ def always(shape: Shape, cfg: StarPORun, shards: int = 1) -> Parts:
 
 
 def playing(shape: Shape, cfg: StarPORun, slots: int, shards: int = 1) -> Parts:
-    """A rollout of so many conversations at once, all of which become as long as they may.
+    """Return the bytes of a rollout of `slots` conversations, each as long as `rollout.max_context`.
 
-    The cache is exact where a model can count it (`Shape.cache`), the rest an estimate for the slot engine: one forward
-    pass over what is new to it. Sharded weights are gathered whole for a rollout.
+    The cache is exact if the model's cache can be counted (`Shape.cache`). The rest is an estimate for the slot engine:
+    one forward pass over the new tokens. Sharded weights are gathered for a rollout.
     """
     numbers = Numbers.of(cfg, shards)
     whole = {"gathered weights": shape.parameters * numbers.stored if shards > 1 else 0}
     whole["bfloat16 weights"] = parts.copies(shape, numbers, learns=False)
     if cfg.rollout.engine == "vllm" or cfg.rollout.servers:
         return whole
-    prompt = cfg.rollout.max_context - cfg.rollout.max_completion_length  # what leaves room for a turn
+    prompt = cfg.rollout.max_context - cfg.rollout.max_completion_length  # the longest that leaves room for a turn
     return parts.conversations(shape, numbers.computed, slots, cfg.rollout.max_context, prompt) | whole
 
 
 def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int = 1) -> Parts:
-    """Forward and backward pass of a micro-batch of so many tokens, as if all of them were sampled."""
+    """Return the bytes of a forward and backward pass over a micro-batch, as if all tokens were sampled."""
     numbers = Numbers.of(cfg, shards)
     token = OfAToken.of(shape, numbers)
     tile = output_tiles(shape, cfg, tokens, cuda)
-    if cfg.distillation is not None:  # log-probs of both models, what they are made of and their gradients
+    if cfg.distillation is not None:  # logits and log-probs of both models, and their gradients
         tile = max(tile, 6 * FLOAT * min(KL_TILE["cuda" if cuda else "cpu"], tokens * shape.vocabulary))
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if numbers.full else 0
-    # the prefixes that a minibatch shares wait beside the micro-batches for their gradients, as many tokens at most
+    # the prefixes of a minibatch are kept until all its micro-batches are done; at most as many tokens
     return {
-        "gradients": numbers.mine(sum(count * each for count, each in trained(shape, cfg))),
+        "gradients": numbers.mine(sum(count * each for count, each in trained_counts(shape, cfg))),
         "activations": token.activations(tokens),
         "shared prefixes": tokens * (token.before + token.kept) if cfg.can_share_prefixes else 0,
         "the layer at work": max(tokens * token.at_work, tile) + in_flight,
-        "gathered weights": parts.gathered(shape, numbers),
+        "gathered weights": parts.gathered_weights(shape, numbers),
         "bfloat16 weights": parts.copies(shape, numbers, learns=True),
     }
 
 
 def output_tiles(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> int:
-    """Bytes of the logits that exist at any one time (forward.py of posttrain/models)."""
+    """Return the most bytes of logits at one time (see posttrain/models/loading/forward.py)."""
     columns = VOCABULARY_CHUNK["cuda" if cuda else "cpu"]
     return parts.output_tile(shape, Numbers.of(cfg).computed, tokens, columns, cuda)
 
 
 def stepping(shape: Shape, cfg: StarPORun, cuda: bool, shards: int = 1) -> Parts:
-    """The optimizer's step. On a GPU torch's AdamW takes the roots of all second moments at once."""
+    """Return the bytes of an optimizer step. On a GPU torch's AdamW holds the roots of all second moments at once."""
     numbers = Numbers.of(cfg, shards)
-    gradients = numbers.mine(sum(count * each for count, each in trained(shape, cfg)))
+    gradients = numbers.mine(sum(count * each for count, each in trained_counts(shape, cfg)))
     return {"gradients": gradients, "square roots": gradients if cuda and not numbers.eight_bits else 0}
 
 
 def rows_at_once(
     model: PreTrainedModel, section: ModelSection, longest: int, new: int, most: int, processes: int = 1
 ) -> int:
-    """How many conversations of `longest` tokens, the last `new` of them sampled, fit beside a loaded model: `most`, or
-    what the free memory of its device holds, which that many processes share on a CPU.
+    """Return how many conversations fit into the free memory beside a loaded model, at most `most`.
 
-    UserError where not even one fits.
+    Args:
+        longest: tokens of a conversation, of which the last `new` are sampled.
+        processes: that share the memory of a CPU.
+
+    Raises:
+        UserError: not even one fits.
     """
     shape, size = Shape.of(copy.deepcopy(model.config), section), model.dtype.itemsize
     if model.device.type == "cuda":
@@ -120,7 +134,7 @@ def rows_at_once(
     if fitting is None:
         raise UserError(
             f"Not even one conversation of {longest} tokens fits into the {gib(free)} GiB that are free beside the "
-            f"model; it takes {gib(takes(1))} GiB. Lower max_context and max_new_tokens, or take a smaller model."
+            f"model; it takes {gib(takes(1))} GiB. Lower max_context and max_new_tokens, or use a smaller model."
         )
     return fitting
 
@@ -129,16 +143,18 @@ def rows_at_once(
 
 
 class Plan(NamedTuple):
+    """The sizes of a run of phase 3 that fit into the memory, and the bytes that they take."""
+
     slots: int
     micro_batch_tokens: int
     gradient_checkpointing: bool
     parts: dict[str, dict[str, int]]  # {"always": {"weights": ..., ...}, "playing": {...}, ...}, in bytes
-    available: int  # bytes that this process holds or can have
+    available: int  # bytes that this process holds or can get
     warnings: list[str]
 
     @property
     def changes(self) -> dict[str, int]:
-        """What was chosen, by dotted paths."""
+        """Return the chosen values by their keys in the config."""
         return {
             "rollout.slots": self.slots,
             "trainer.micro_batch_tokens": self.micro_batch_tokens,
@@ -147,33 +163,25 @@ class Plan(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return most(self.parts)
+        return peak_bytes(self.parts)
 
     def table(self) -> str:
-        """What takes how much, in plain words."""
-        rows = [
-            (name if phase == "always" else f"{phase}: {name}", size)
-            for phase, sizes in self.parts.items()
-            for name, size in sizes.items()
-            if size >= 2**20
-        ]
-        rows.append(("at most, at one time", self.peak))
-        width = max(len(name) for name, _ in rows)
-        lines = [f"  {name:<{width}}  {gib(size):>8}" for name, size in rows]
+        """Return the plan as a table: a line for each part."""
+        lines = lines_of_parts(self.parts, self.peak)
         what = f"{self.slots} conversations at a time, micro-batches of {self.micro_batch_tokens} tokens"
         what += ", activations recomputed" if self.gradient_checkpointing else ""
         return "\n".join([f"memory as planned, GiB ({what})", *lines]) + f" of {gib(self.available)}"
 
 
 class Place(NamedTuple):
-    """Where a run is: Place(free=23 * 2**30, held=0, vllm=0, cuda=True, processes=8, sharded=False)"""
+    """The memory for a run: Place(free=23 * 2**30, held=0, vllm=0, cuda=True, processes=8, sharded=False)"""
 
-    free: int  # bytes that this process can have
-    held: int = 0  # bytes that it has already
+    free: int  # bytes that this process can still get
+    held: int = 0  # bytes that it holds already
     vllm: int = 0  # bytes that vLLM will take
     cuda: bool = True
     processes: int = 1
-    sharded: bool = False  # whether they share parameters, gradients and moments
+    sharded: bool = False  # whether parameters, gradients and moments are divided among them
 
     @property
     def shards(self) -> int:
@@ -181,7 +189,10 @@ class Place(NamedTuple):
 
     @classmethod
     def here(cls, device: torch.device, vllm_share: float = 0.0) -> Place:
-        """This process's device as it is now; of several processes the one that has least left counts for all."""
+        """Return the state of this process's device; of several processes that of the one with the least memory.
+
+        A collective call. vllm_share: of the device's memory, for vLLM.
+        """
         cuda = device.type == "cuda"
         if cuda:
             (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
@@ -194,9 +205,10 @@ class Place(NamedTuple):
 
 
 def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
-    """The config's own numbers where it has them, and else the largest that fit into the free bytes but for a margin.
+    """Return the plan: the config's own numbers where it has them, else the largest that fit, with a margin.
 
-    UserError where a number is to be chosen and the smallest does not fit.
+    Raises:
+        UserError: a number has to be chosen, and the smallest does not fit.
     """
     free, held, vllm, cuda, processes, _ = place
     rollout, context, shards = cfg.rollout, cfg.rollout.max_context, place.shards
@@ -209,11 +221,14 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
     base = held + vllm + sum(always(shape, cfg, shards).values())
     budget = held + free * (1 - MARGIN)
     if cfg.trainer.gradient_checkpointing is None:
-        wanted = cfg.trainer.micro_batch_tokens or min(4 * context, cap)
-        cfg = checkpointed(cfg, False)
-        cfg = checkpointed(cfg, base + sum(learning(shape, cfg, wanted, cuda, shards).values()) > budget)
+        likely = cfg.trainer.micro_batch_tokens or min(4 * context, cap)
+        cfg = with_checkpointing(cfg, False)
+        cfg = with_checkpointing(cfg, base + sum(learning(shape, cfg, likely, cuda, shards).values()) > budget)
     step = sum(stepping(shape, cfg, cuda, shards).values())
-    whole_groups = [*range(1, samples), *range(samples, samples * groups + 1, samples)]  # which share their prompt
+    whole_groups = [
+        *range(1, samples),
+        *range(samples, samples * groups + 1, samples),
+    ]  # the samples of a group share their prompt
     slots = rollout.slots or largest(
         whole_groups, budget - base, lambda count: sum(playing(shape, cfg, count, shards).values())
     )
@@ -222,31 +237,32 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
         budget - base,
         lambda count: max(step, sum(learning(shape, cfg, count, cuda, shards).values())),
     )
-    found = {
+    by_phase = {
         "always": {"held already": held, "vLLM": vllm} | always(shape, cfg, shards),
         "playing": playing(shape, cfg, slots or 1, shards),
         "learning": learning(shape, cfg, max(context, min(tokens or context, share)), cuda, shards),
         "stepping": stepping(shape, cfg, cuda, shards),
     }
     if slots is None or tokens is None:
-        raise UserError(too_much(cfg, slots or 1, tokens or context, found, budget, place.sharded))
+        raise UserError(does_not_fit(cfg, slots or 1, tokens or context, by_phase, budget, place.sharded))
     warnings = []
-    if most(found) > held + free:
+    if (peak := peak_bytes(by_phase)) > held + free:
         warnings.append(
-            f"This run is planned to take {gib(most(found))} GiB, and {gib(held + free)} GiB are there: it may run out."
-            " Lower rollout.slots or trainer.micro_batch_tokens, or write null for the plan to choose."
+            f"This run is planned to take {gib(peak)} GiB of {gib(held + free)} GiB: it may run out of memory. Lower"
+            " rollout.slots or trainer.micro_batch_tokens, or write null to let the plan choose."
         )
-    return Plan(slots, tokens, bool(cfg.trainer.gradient_checkpointing), found, held + free, warnings)
+    return Plan(slots, tokens, bool(cfg.trainer.gradient_checkpointing), by_phase, held + free, warnings)
 
 
-def checkpointed(cfg: StarPORun, on: bool) -> StarPORun:
+def with_checkpointing(cfg: StarPORun, on: bool) -> StarPORun:
+    """Return the config with gradient checkpointing switched on or off."""
     return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"gradient_checkpointing": on})})
 
 
-def too_much(
-    cfg: StarPORun, slots: int, tokens: int, found: Mapping[str, Mapping[str, int]], budget: float, sharded: bool
+def does_not_fit(
+    cfg: StarPORun, slots: int, tokens: int, by_phase: Mapping[str, Mapping[str, int]], budget: float, sharded: bool
 ) -> str:
-    """The paragraph for a run that cannot fit: what takes how much, and what to lower."""
+    """Return the message for a run that does not fit: the size of each part, and what to change."""
     full = cfg.model.tuning == "full"
     remedies = {
         "algorithm.critic.kind=shared": cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate",
@@ -260,14 +276,18 @@ def too_much(
     }
     return (
         f"This run does not fit: with rollout.slots={slots} conversations of up to {cfg.rollout.max_context} tokens and"
-        f" trainer.micro_batch_tokens={tokens} it takes {gib(most(found))} GiB, and {gib(budget)} GiB can be used here"
-        f" ({MARGIN:.0%} of what is free are left alone). In GiB: {listed(found)}. What helps:"
-        f" {', '.join(key for key, on in remedies.items() if on)}."
+        f" trainer.micro_batch_tokens={tokens} it takes {gib(peak_bytes(by_phase))} GiB, and {gib(budget)} GiB can be"
+        f" used here ({MARGIN:.0%} of the free memory are kept free). In GiB: {sentence_of_parts(by_phase)}. What"
+        f" helps: {', '.join(key for key, on in remedies.items() if on)}."
     )
 
 
-def make(cfg: StarPORun, device: torch.device) -> Plan:
-    """The plan for this process's device; all processes choose what fits the one with the least memory."""
+def make_plan(cfg: StarPORun, device: torch.device) -> Plan:
+    """Return the plan for this process's device. A collective call: all processes get what fits the smallest memory.
+
+    Raises:
+        UserError: the run does not fit.
+    """
     vllm_share = cfg.rollout.vllm_gpu_memory_utilization if cfg.rollout.engine == "vllm" else 0.0
     shape = Shape.of(model_files.load_config(cfg.model), cfg.model)
     return choose(shape, cfg, Place.here(device, vllm_share))

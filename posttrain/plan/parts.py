@@ -1,8 +1,8 @@
-"""Which bytes do all three phases have in common?  Weights, copies, activations, conversations, the output layer.
+"""How many bytes do weights, copies, activations, conversations and the output layer take, in any of the phases?
 
-Each part says whether it is exact or an estimate; test_plan.py compares them with the tensors of small models.
-Where a model is sharded (FSDP2, ZeRO-3), each of `shards` devices holds that part of the parameters, the gradients and
-the optimizer's moments; activations are never shared out.
+Each function says whether it is exact or an estimate; test_plan.py compares them with the tensors of small models.
+If a model is sharded (FSDP2, ZeRO-3), each of `shards` devices holds its share of the parameters, the gradients and
+the optimizer's moments; activations are not divided.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from posttrain.plan.shape import Shape
 from posttrain.rollout import PREFILL_TOKENS, whole_blocks
 from posttrain.runtime import TOKEN_CHUNK_SIZE, trainer_field
 
-MARGIN = 0.15  # of the free memory: for what no formula sees, fragments and workspaces
+MARGIN = 0.15  # share of the free memory for what the formulas leave out: fragments and workspaces
 FLOAT = 4  # bytes of a float32
-FOUR_BITS = 0.5 + (1 + 4 / 256) / 64  # of a number under QLoRA: blocks of 64 share a scale, 256 scales another
-EIGHT_BITS = 1 + 4 / 256  # of a moment of an 8-bit optimizer: blocks of 256 share a scale
+FOUR_BITS = 0.5 + (1 + 4 / 256) / 64  # bytes of a number under QLoRA: 64 share a scale, 256 scales share another
+EIGHT_BITS = 1 + 4 / 256  # bytes of a moment of an 8-bit optimizer: 256 share a scale
 Parts = dict[str, int]  # bytes by name
 
 
 class Numbers(NamedTuple):
-    """How a run keeps its numbers: Numbers(stored=4, computed=2, tuning="full", recomputed=True, eight_bits=False)"""
+    """The precision of a run: Numbers(stored=4, computed=2, tuning="full", recomputed=True, eight_bits=False)"""
 
-    stored: int  # bytes of a number of the weights; "auto" is float32
-    computed: int  # bytes of a number that layers compute with, and that the KV cache holds
+    stored: int  # bytes of a weight; "auto" is float32
+    computed: int  # bytes of a number in the layers' computations and in the KV cache
     tuning: str
-    recomputed: bool  # activations, under gradient checkpointing
-    eight_bits: bool  # the optimizer's moments
+    recomputed: bool  # whether activations are (gradient checkpointing)
+    eight_bits: bool  # whether the optimizer's moments are
     shards: int = 1  # devices that share parameters, gradients and moments
 
     @classmethod
     def of(cls, cfg: Any, shards: int = 1) -> Numbers:
-        """Of any phase, whose trainer.bf16 has been settled."""
+        """Return the precision of a run of any phase. Its trainer.bf16 must not be null."""
         stored = 2 if cfg.model.dtype in ("bfloat16", "float16") else FLOAT
         half = trainer_field(cfg, "bf16") or trainer_field(cfg, "fp16")
         return cls(
@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
         return self.tuning == "full"
 
     def mine(self, size: float) -> int:
-        """This device's share of what is sharded."""
+        """Return the bytes on one device of a sharded size."""
         return round(size / self.shards)
 
 
@@ -59,7 +59,7 @@ class Numbers(NamedTuple):
 
 
 def weights(shape: Shape, numbers: Numbers) -> int:
-    """Exact. Four-bit weights leave the output layer as it is."""
+    """Return the bytes of the weights (exact). With four bits the output layer keeps its precision."""
     size = shape.parameters * numbers.stored + shape.adapter * FLOAT
     if numbers.tuning == "qlora":
         packed = shape.blocks + shape.top - shape.vocabulary * shape.states
@@ -67,8 +67,16 @@ def weights(shape: Shape, numbers: Numbers) -> int:
     return numbers.mine(size)
 
 
+def trained_parameters(shape: Shape, tuning: str) -> tuple[int, int]:
+    """Return how many numbers of the policy the optimizer changes, and the bytes of each."""
+    return (shape.parameters if tuning == "full" else shape.adapter), FLOAT
+
+
 def moments(counts: Sequence[tuple[int, int]], numbers: Numbers) -> int:
-    """Two for all that is trained, given as numbers and bytes of each; exact up to the 8 bits of small tensors."""
+    """Return the bytes of the optimizer's two moments (exact, except for small tensors in 8 bits).
+
+    counts: (trained numbers, bytes of each) of the policy, and of the critic if there is one.
+    """
     return numbers.mine(sum(2 * count * (EIGHT_BITS if numbers.eight_bits else each) for count, each in counts))
 
 
@@ -76,10 +84,12 @@ def moments(counts: Sequence[tuple[int, int]], numbers: Numbers) -> int:
 
 
 def copies(shape: Shape, numbers: Numbers, learns: bool) -> int:
-    """Bytes of the bfloat16 copies that autocast makes of float32 weights.
+    """Return the bytes of the bfloat16 copies that autocast makes of float32 weights.
 
-    It keeps those of trained weights; others live as long as their product, or the graph that needs them. Sharding
-    changes nothing: a copy is made of weights that were gathered.
+    Copies of trained weights are kept; others live until their product is computed, or as long as the graph needs
+    them. Sharding changes nothing, since weights are copied after they were gathered.
+
+    learns: whether in an update, and not in a rollout.
     """
     if numbers.computed == numbers.stored or numbers.stored == 2:
         return 0
@@ -87,8 +97,8 @@ def copies(shape: Shape, numbers: Numbers, learns: bool) -> int:
     return 2 * (shape.top + (shape.blocks if in_graph or numbers.full else 0))
 
 
-def gathered(shape: Shape, numbers: Numbers) -> int:
-    """Weights that FSDP2 makes whole for a moment: of the block at work, of the next one, and all outside of blocks."""
+def gathered_weights(shape: Shape, numbers: Numbers) -> int:
+    """Return the bytes of the weights that FSDP2 has gathered at a time: two blocks, and all outside of the blocks."""
     if numbers.shards == 1:
         return 0
     outside = shape.parameters - shape.blocks
@@ -96,16 +106,21 @@ def gathered(shape: Shape, numbers: Numbers) -> int:
 
 
 def conversations(shape: Shape, size: int, slots: int, longest: int, prompt: int) -> Parts:
-    """Bytes of so many conversations of `longest` tokens, of which `prompt` are read; `size` is that of a number."""
+    """Return the bytes of `slots` conversations at a time.
+
+    Args:
+        size: bytes of a number.
+        longest: tokens of a conversation, of which the prompt has `prompt`.
+    """
     length = whole_blocks(longest)
     tokens = min(slots * prompt, max(PREFILL_TOKENS, prompt))
     stream = tokens * FLOAT * (shape.embedding + 3 * shape.hidden)
     mlp = tokens * size * 3 * shape.intermediate
-    # one layer's keys and values, twice: old and new ones while the cache grows, or those of chosen rows
+    # keys and values of one layer, twice: old and new ones while the cache grows, or those of selected rows
     twice = slots * length * 2 * shape.key_value * size
     masks = 1 + shape.query // max(1, shape.key_value) * (1 + size)  # bytes for each pair of tokens
     attention = twice + tokens * (size * (4 * shape.query + 3 * shape.key_value) + masks * prompt)
-    sampling = slots * shape.vocabulary * 32  # logits in the several precisions of sampling.py
+    sampling = slots * shape.vocabulary * 32  # logits in the precisions of sampling.py
     return {
         "fused weights": shape.fused * size,
         "KV cache": slots * length * shape.cache * size,
@@ -117,17 +132,18 @@ class OfAToken(NamedTuple):
     """Bytes of one token in a forward and backward pass.
 
     An estimate for a decoder with a gated MLP and fused attention (after Korthikanti et al., arXiv 2205.05198, section
-    4): norms and their inputs in float32, the rest as it is computed.
+    4): norms and their inputs in float32, everything else in `numbers.computed` bytes.
     """
 
-    before: int  # kept in front of the blocks: ConvGPT's stage
-    kept: int  # kept of the blocks; under gradient checkpointing their inputs alone
-    behind: int  # kept behind the blocks
-    at_work: int  # gradients of a layer's inside, and under gradient checkpointing the inside itself
-    moved: int  # what all blocks write for their backward pass, whether or not it is kept
+    before: int  # kept of the layers before the blocks (ConvGPT)
+    kept: int  # kept of the blocks; with gradient checkpointing only their inputs
+    behind: int  # kept of the layers after the blocks
+    at_work: int  # gradients inside a layer, and with gradient checkpointing its activations
+    moved: int  # what all blocks write for their backward pass, whether it is kept or not
 
     @classmethod
     def of(cls, shape: Shape, numbers: Numbers) -> OfAToken:
+        """Return the bytes of a token for a model and a precision."""
         size, attention = numbers.computed, shape.query + shape.key_value
         block = FLOAT * (6 * shape.hidden + 2 * attention) + size * (4 * shape.intermediate + 2 * attention)
         at_work = size * max(6 * shape.intermediate, 2 * shape.behind + shape.states)
@@ -142,34 +158,52 @@ class OfAToken(NamedTuple):
         )
 
     def activations(self, tokens: int) -> int:
+        """Return the bytes that so many tokens keep for the backward pass."""
         return tokens * (self.before + self.kept + self.behind)
 
 
 def output_tile(shape: Shape, size: int, tokens: int, columns: int, cuda: bool) -> int:
-    """Bytes of the logits that exist at any one time in TRL's function, in all the forms that they take.
+    """Return the most bytes of logits and what is computed from them, at one time in TRL's function.
 
-    `columns` of them at a time, for which it takes a buffer whatever the vocabulary; `size` is that of a number.
+    Args:
+        size: bytes of a number.
+        columns: logits of a token at a time; the buffer has so many even for a smaller vocabulary.
     """
     logits = FLOAT * min(columns, shape.vocabulary)
-    forms = 0 if cuda else 10 if size == FLOAT else 8  # a GPU has a kernel for what comes after the product
+    forms = 0 if cuda else 10 if size == FLOAT else 8  # on a GPU one kernel does all that follows the product
     return min(tokens, TOKEN_CHUNK_SIZE) * (size * columns + forms * logits)
 
 
 # ------------------------------------------------------------------------------------------------------------ together
 
 
-def most(parts: Mapping[str, Mapping[str, int]]) -> int:
-    """Bytes at the worst moment: phases follow each other, `always` is there in all of them."""
+def peak_bytes(parts: Mapping[str, Mapping[str, int]]) -> int:
+    """Return the largest number of bytes at one time: "always", and the largest of the other phases."""
     totals = {phase: sum(sizes.values()) for phase, sizes in parts.items()}
     return totals.pop("always") + max(totals.values())
 
 
 def gib(size: float) -> str:
+    """Return bytes in GiB, with two decimals."""
     return f"{size / 2**30:.2f}"
 
 
-def listed(parts: Mapping[str, Mapping[str, int]]) -> str:
-    """What takes how much, in a sentence."""
+def lines_of_parts(parts: Mapping[str, Mapping[str, int]], peak: int | None) -> list[str]:
+    """Return a line for each part of at least 1 MiB, in GiB, and one for the peak."""
+    rows = [
+        (name if phase == "always" else f"{phase}: {name}", size)
+        for phase, sizes in parts.items()
+        for name, size in sizes.items()
+        if size >= 2**20
+    ]
+    if peak is not None:
+        rows.append(("at most, at one time", peak))
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:<{width}}  {gib(size):>8}" for name, size in rows]
+
+
+def sentence_of_parts(parts: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the GiB of each part by phase, in one sentence."""
     return "; ".join(
         f"{phase} " + (", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size >= 2**20) or "nothing")
         for phase, sizes in parts.items()
@@ -177,6 +211,6 @@ def listed(parts: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def largest(candidates: Sequence[int], budget: float, takes: Callable[[int], int]) -> int | None:
-    """The last of these rising numbers that takes no more than the budget; None where the first one does."""
+    """Return the largest of ascending candidates that takes at most the budget; None if the smallest takes more."""
     fitting = bisect_right(candidates, budget, key=takes)
     return candidates[fitting - 1] if fitting else None

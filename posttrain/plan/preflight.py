@@ -1,4 +1,4 @@
-"""What can be known to go wrong before a run starts?  All of it in one UserError, before anything is written."""
+"""Which problems of a run can be found before it starts?  All in one UserError, before anything is written."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ from posttrain.models import model_files
 from posttrain.runtime import checkpoint, compat, hardware
 from posttrain.types import HUB_NAME, UserError, one_line
 
-DASHBOARDS = {"tensorboard": "tensorboard>=2.20,<3", "wandb": "wandb>=0.31,<1"}  # those that only some have
+DASHBOARDS = {
+    "tensorboard": "tensorboard>=2.20,<3",
+    "wandb": "wandb>=0.31,<1",
+}  # dashboards that are not installed with the project
 
 
 def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_sets: Sequence[str] = ()) -> None:
-    """Look at everything a run needs before it starts; all that is wrong comes back in one UserError.
+    """Check everything that a run needs before it starts.
 
-    kept: where the run keeps the rows that it made of its sources; a resumed run that has them reads no source.
-    data_sets: what it needs from the Hub besides its sources.
+    Args:
+        kept: the folder of the rows that the run has made of its sources; a resumed run that has them reads no source.
+        data_sets: on the Hub, besides the sources of the config.
+
+    Raises:
+        UserError: something is wrong; the message lists all problems.
     """
     problems: list[str] = []
 
@@ -48,14 +55,16 @@ def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_
     passes(lambda: _check_libraries(cfg))
     for path in data_paths:
         passes(lambda path=path: _check_data_path(path))
-    found = [model for model in sections if passes(lambda model=model: model_files.check_source(model))]
-    if passes(lambda: check_hub(found, [*data_paths, *data_sets])):
-        for model in found:
+    present = [model for model in sections if passes(lambda model=model: model_files.check_source(model))]
+    if passes(lambda: check_hub(present, [*data_paths, *data_sets])):
+        for model in present:
             if passes(lambda model=model: models.load_chat(model, cfg.chat.template)):
                 passes(lambda model=model: check_positions(cfg, model))
         if hasattr(cfg, "trainer"):
             passes(lambda: _check_kernels(cfg))
-            passes(lambda: checkpoint.needs_free_space(Path(cfg.output_dir), sum(_room(cfg, model) for model in found)))
+            passes(
+                lambda: checkpoint.needs_free_space(Path(cfg.output_dir), sum(_room(cfg, model) for model in present))
+            )
     if hasattr(cfg, "output_dir"):
         passes(lambda: checkpoint.in_use(Path(cfg.output_dir), resume))
     if len(problems) == 1:
@@ -66,7 +75,7 @@ def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_
 
 
 def _check_libraries(cfg: Any) -> None:
-    """What the config asks of the hardware, and of packages that are not always there."""
+    """Raise UserError where the config needs hardware or a package that is not there."""
     if not hasattr(cfg, "trainer"):
         return
     for name, requirement in DASHBOARDS.items():
@@ -92,7 +101,7 @@ def _check_libraries(cfg: Any) -> None:
         )
     try:
         device = hardware.resolve_device(cfg.device)
-    except UserError:  # said already
+    except UserError:  # reported already
         return
     if device.type != "cuda" and cfg.model.attn_implementation == "flex_attention":
         raise UserError(
@@ -100,41 +109,44 @@ def _check_libraries(cfg: Any) -> None:
             " model.attn_implementation=sdpa."
         )
     if device.type == "mps" and cfg.model.tuning == "qlora":
-        raise UserError("model.tuning=qlora needs bitsandbytes, which has nothing for device=mps: write lora.")
+        raise UserError("model.tuning=qlora needs bitsandbytes, which does not support device=mps: write lora.")
     if bf16 is True and not hardware.has_bf16(device):
         raise UserError(
             "trainer.bf16=true, but this device has no bfloat16 in hardware (a GPU since Ampere, a CPU with AVX512-BF16"
-            " or AMX) and only imitates it, slower than float32. Leave trainer.bf16 out (it is then switched on where "
-            "the hardware has it) or write false."
+            " or AMX) and emulates it, slower than float32. Leave trainer.bf16 out (it is then on where the "
+            "hardware has it) or write false."
         )
 
 
 def _check_login() -> None:
-    """wandb would ask for a key in the middle of the run, or fail there."""
+    """Raise UserError without a login at wandb, which would otherwise ask for a key in the middle of the run."""
     import wandb
 
     wandb.setup(settings=wandb.Settings(silent=True))
     if not wandb.login(prompt=False, verify=False):
         raise UserError(
-            "report_to=wandb uploads to an account, and none is known here. Log in with `wandb login`, set"
+            "report_to=wandb uploads to an account, and this machine is not logged in. Log in with `wandb login`, set"
             " WANDB_MODE=offline (`wandb sync` uploads later), or write report_to=trackio, which is local."
         )
 
 
 def _check_kernels(cfg: Any) -> None:
-    """What a GPU compiles when training begins is compiled now, before hours of data work."""
+    """Compile on a GPU now what training would compile after hours of data work; raise UserError where it fails."""
     try:
         device = hardware.resolve_device(cfg.device)
-    except UserError:  # said already
+    except UserError:  # reported already
         return
     if device.type == "cuda":
         try_output_layer(device)
 
 
 def try_output_layer(device: torch.device) -> None:
-    """UserError unless TRL's output layer computes a log-prob and its gradient on this device.
+    """Try TRL's output layer on this device: a log-prob and its gradient.
 
     On a GPU it is a Triton kernel, which needs a C compiler and Python's headers when it first runs.
+
+    Raises:
+        UserError: it fails, or the GPU has no free memory.
     """
     try:
         hidden = torch.zeros(1, 16, device=device, requires_grad=True)
@@ -142,7 +154,7 @@ def try_output_layer(device: torch.device) -> None:
         logprob, _ = compat.chunked_logprobs(hidden, weight, None, token, columns=32)
         logprob.sum().backward()
     except torch.OutOfMemoryError as error:
-        raise UserError(f"The GPU has no free memory ({one_line(error)}). End what else runs on it.") from error
+        raise UserError(f"The GPU has no free memory ({one_line(error)}). End other programs on it.") from error
     except Exception as error:  # Triton, the compiler, the driver: each fails in its own way
         raise UserError(
             f"TRL's output layer does not run on this GPU ({one_line(error)}). It is a Triton kernel, compiled when "
@@ -152,7 +164,7 @@ def try_output_layer(device: torch.device) -> None:
 
 
 def _check_data_path(path: str) -> None:
-    """A local data file must be there; "embedded" needs nothing and a Hub name is checked with the Hub."""
+    """Raise UserError for a local data file that cannot be read; names on the Hub are checked with the Hub."""
     local = HUB_NAME.fullmatch(path) is None or path.endswith(files.DATA_FILES)
     if path != "embedded" and local and not os.path.exists(path):
         raise UserError(f"The data file {path} (data.sources) does not exist.")
@@ -166,32 +178,36 @@ def _check_data_path(path: str) -> None:
 
 
 def longest_row(cfg: Any) -> tuple[str, int] | None:
-    """The key that says how many tokens a row of a training run may have, and its value."""
+    """Return the key for the maximal tokens of a row in training, and its value; None for other configs."""
     if hasattr(cfg, "rollout"):
         return "rollout.max_context", cfg.rollout.max_context
     return ("data.max_length", cfg.data.max_length) if hasattr(cfg, "trainer") else None
 
 
 def check_positions(cfg: Any, model: ModelSection) -> None:
-    """UserError where rows may be longer than the model has embeddings of positions for."""
-    asked, config = longest_row(cfg), model_files.load_config(model)
+    """Raise UserError where rows may be longer than the model's table of position embeddings."""
+    longest, config = longest_row(cfg), model_files.load_config(model)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if asked is None or not isinstance(limit, int) or asked[1] <= limit:
+    if longest is None or not isinstance(limit, int) or longest[1] <= limit:
         return
     if model_files.learned_positions(config, model.trust_remote_code) is not None:
         raise UserError(
-            f"{asked[0]}={asked[1]}, but {model.name_or_path} has an embedding for each of {limit} positions and cannot"
-            f" read more tokens than that: write {asked[0]}={limit} or less."
+            f"{longest[0]}={longest[1]}, but {model.name_or_path} has an embedding for each of {limit} positions and"
+            f" cannot read more tokens than that: write {longest[0]}={limit} or less."
         )
 
 
-def check_hub(wanted: list[ModelSection], data_paths: list[str]) -> None:
-    """Every model and data set that has to come from the Hub must be on this disk already or within reach."""
-    asked = [("model", model.name_or_path, model.revision) for model in wanted]
-    asked += [("dataset", path, None) for path in dict.fromkeys(data_paths) if path != "embedded"]
-    asked = [one for one in asked if HUB_NAME.fullmatch(one[1]) and not Path(one[1]).exists()]
-    asked = [one for one in asked if not _in_cache(*one)]
-    for kind, name, revision in asked:
+def check_hub(sections: list[ModelSection], data_paths: list[str]) -> None:
+    """Check that every model and data set of the Hub is cached or within reach.
+
+    Raises:
+        UserError: one is not, or it does not exist, or it is gated.
+    """
+    repositories = [("model", model.name_or_path, model.revision) for model in sections]
+    repositories += [("dataset", path, None) for path in dict.fromkeys(data_paths) if path != "embedded"]
+    repositories = [one for one in repositories if HUB_NAME.fullmatch(one[1]) and not Path(one[1]).exists()]
+    repositories = [one for one in repositories if not _in_cache(*one)]
+    for kind, name, revision in repositories:
         try:
             HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=10)
         except GatedRepoError as error:
@@ -202,7 +218,7 @@ def check_hub(wanted: list[ModelSection], data_paths: list[str]) -> None:
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             raise UserError(f"The Hub has no {kind} {name} (or no such revision, or you may not see it).") from error
         except (OSError, compat.HTTP_ERROR) as error:
-            names = ", ".join(f"{kind} {name}" for kind, name, _ in asked)
+            names = ", ".join(f"{kind} {name}" for kind, name, _ in repositories)
             raise UserError(
                 f"Hugging Face cannot be reached, and this run needs from it: {names} ({one_line(error)}). Connect "
                 "and start again; or download them elsewhere (`hf download NAME --local-dir FOLDER`, with "
@@ -219,7 +235,7 @@ def _in_cache(kind: str, name: str, revision: str | None) -> bool:
 
 
 def _room(cfg: Any, model: ModelSection) -> int:
-    """Bytes that a run's checkpoints may take: weights and two moments each, one more while it is being written."""
+    """Return the most bytes of a run's checkpoints: weights and two moments each, and one more while it is written."""
     limit = hardware.trainer_field(cfg, "save_total_limit") or 2
     kept = cfg.checkpoint.keep + 1 if hasattr(cfg, "checkpoint") else limit
     weights = 4 * _parameters(model)
@@ -227,15 +243,15 @@ def _room(cfg: Any, model: ModelSection) -> int:
 
 
 def _parameters(model: ModelSection) -> int:
-    """How many numbers the weight files hold: by their headers, or by what the Hub says of a model still there."""
+    """Return how many numbers the weight files hold, by their headers or for a model not yet cached by the Hub."""
     folder = Path(model.name_or_path)
     if not folder.is_dir():
         cached = try_to_load_from_cache(model.name_or_path, "model.safetensors", revision=model.revision)
         if not isinstance(cached, str):
             try:
-                told = HfApi().model_info(model.name_or_path, revision=model.revision, timeout=10).safetensors
-            except (OSError, compat.HTTP_ERROR):  # cached in a form that is not looked into here
-                told = None
-            return told.total if told else 0
+                content = HfApi().model_info(model.name_or_path, revision=model.revision, timeout=10).safetensors
+            except (OSError, compat.HTTP_ERROR):  # perhaps cached in another form
+                content = None
+            return content.total if content else 0
         folder = Path(cached).parent
     return model_files.weights_held(folder)[0]

@@ -1,6 +1,6 @@
-"""What does `--plan` print?  For each device what fits, how long it takes and what it costs, or why it cannot run.
+"""What does `--plan` print?  For each device the batch that fits, the time and the price, or why the run does not fit.
 
-Nothing of the model is loaded but its config, nothing is written, and no GPU is asked.
+Only the model's config is loaded, nothing is written, and no GPU is used.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from posttrain.config import DPORun, StarPORun
 from posttrain.plan import devices, episodes, known_models, rows, seconds
 from posttrain.plan.devices import Fleet
 from posttrain.plan.episodes import Place
-from posttrain.plan.parts import gib, most
+from posttrain.plan.parts import lines_of_parts, peak_bytes
 from posttrain.plan.seconds import Factors, Seconds
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import DataRows, Episodes
 from posttrain.runtime import hardware, launcher
 from posttrain.types import UserError
 
-HELD = 2**29  # bytes that a process holds before it loads anything: the CUDA context, or Python and its libraries
-COLUMNS = {  # of the table, and the parts that are in them
+HELD = 2**29  # bytes that a process holds before it loads a model: the CUDA context, or Python and its libraries
+COLUMNS = {  # of the table, and their parts
     "model": ("weights", "reference model", "critic", "fused weights", "gathered weights", "bfloat16 weights"),
     "optimizer": ("optimizer", "square roots"),
     "gradients": ("gradients", "buckets of DDP"),
@@ -34,16 +34,16 @@ COLUMNS = {  # of the table, and the parts that are in them
 
 
 class Planned(NamedTuple):
-    """A run on some devices: what fits there, and how long it takes."""
+    """A run on some devices: its memory, the batch that fits, and the time."""
 
     fleet: Fleet
     sharded: bool
     parts: dict[str, dict[str, int]]  # bytes by part
     memory: float  # bytes of a device
-    settings: str  # the largest that fits, as the table shows it
-    seconds: Seconds | None  # None where nothing fits
-    problem: str = ""  # why the run does not fit with its own numbers
-    servers: int = 0  # that play for it, a device each
+    settings: str  # the largest batch that fits, in words
+    seconds: Seconds | None  # None if nothing fits
+    problem: str = ""  # why the run does not fit with its own settings
+    servers: int = 0  # that play rollouts, a device each
 
     @property
     def hours(self) -> float | None:
@@ -51,42 +51,47 @@ class Planned(NamedTuple):
 
     @property
     def dollars(self) -> float | None:
-        one = self.fleet.device.price
-        return None if self.hours is None or one is None else self.hours * one * (self.fleet.count + self.servers)
+        price = self.fleet.device.price
+        return None if self.hours is None or price is None else self.hours * price * (self.fleet.count + self.servers)
 
 
-def show(cfg: Any, asked: str, file: str) -> None:
-    """Print the plan of a run of any phase. asked: what stands behind `--plan`. file: its config file.
+def print_plan(cfg: Any, option: str, file: str) -> None:
+    """Print the plan of a run of any phase.
 
-    UserError where one device is asked for, and the run does not fit there with its own numbers.
+    Args:
+        option: the value of `--plan`.
+        file: the config file of the run.
+
+    Raises:
+        UserError: the option is wrong; or it names one device, and the run does not fit there with its own settings.
     """
-    wanted = devices.fleets(asked)
-    _check_facts(asked, wanted[0].known, cfg)
+    fleets = devices.fleets(option)
+    _check_facts(option, fleets[0].known, cfg)
     of_model = known_models.config_of(cfg.model, Path(file))
     shape = Shape.of(of_model, cfg.model)
-    planned = [plan(shape, cfg, fleet) for fleet in wanted]
-    print(f"{_head(shape, cfg, wanted[0])}\n\n{table(planned, cfg)}\n")
-    print(_told(cfg, wanted))
-    if len(wanted) == 1:
+    planned = [plan(shape, cfg, fleet) for fleet in fleets]
+    print(f"{_head(shape, cfg, fleets[0])}\n\n{table(planned, cfg)}\n")
+    print(_assumptions(cfg, fleets))
+    if len(fleets) == 1:
         (one,) = planned
         print(f"\n{_by_part(one)}")
         if one.problem:
             raise UserError(one.problem)
 
 
-def _check_facts(asked: str, known: Mapping[str, float], cfg: Any) -> None:
-    """UserError for a number that this phase does not have, or not so large."""
+def _check_facts(option: str, known: Mapping[str, float], cfg: Any) -> None:
+    """Raise UserError for a number that this phase does not have, or that is too large."""
     own, other = (Episodes, DataRows) if isinstance(cfg, StarPORun) else (DataRows, Episodes)
     if strange := sorted(known.keys() & set(other._fields) - set(own._fields)):
         words = ", ".join(key for key in devices.OF_WORK if key in own._fields)
-        raise UserError(f"--plan {asked}: `{strange[0]}` is not a number of this phase, which has {words}.")
+        raise UserError(f"--plan {option}: `{strange[0]}` is not a number of this phase, which has {words}.")
     if own is DataRows and known.get("tokens", 0) > (longest := DataRows.longest(cfg)):
-        raise UserError(f"--plan {asked}: no row is longer than {longest} tokens: raise data.max_length, too.")
+        raise UserError(f"--plan {option}: no row is longer than {longest} tokens: raise data.max_length as well.")
 
 
 def plan(shape: Shape, cfg: Any, fleet: Fleet) -> Planned:
-    """Of one run on some devices: a copy of the model on each, or where that does not fit a share of it (FSDP2)."""
-    cfg = settled(cfg, fleet)
+    """Return the plan of a run on some devices: a copy of the model on each, or FSDP2 if that does not fit."""
+    cfg = with_device_defaults(cfg, fleet)
     make = _of_episodes if isinstance(cfg, StarPORun) else _of_rows
     whole = make(shape, cfg, fleet, _place(cfg, fleet, sharded=False))
     if fleet.count > 1 and isinstance(cfg, StarPORun):
@@ -102,8 +107,8 @@ def plan(shape: Shape, cfg: Any, fleet: Fleet) -> Planned:
     return whole if shared.problem and whole.seconds is not None else shared
 
 
-def settled(cfg: Any, fleet: Fleet) -> Any:
-    """The config with what only the device decides: bfloat16, and in phases 1 and 2 gradient checkpointing."""
+def with_device_defaults(cfg: Any, fleet: Fleet) -> Any:
+    """Return the config with the device's defaults: bfloat16, and in phases 1 and 2 gradient checkpointing."""
     cuda = fleet.device.cuda
     update: dict[str, Any] = {}
     if hardware.trainer_field(cfg, "bf16") is None and not hardware.trainer_field(cfg, "fp16"):
@@ -115,7 +120,7 @@ def settled(cfg: Any, fleet: Fleet) -> Any:
 
 def _place(cfg: Any, fleet: Fleet, sharded: bool) -> Place:
     memory = round(fleet.device.memory * 1e9)
-    if not fleet.device.cuda:  # processes of a machine share its memory
+    if not fleet.device.cuda:  # the processes of a machine share its memory
         memory //= fleet.each
     vllm = 0
     if isinstance(cfg, StarPORun) and cfg.rollout.engine == "vllm":
@@ -127,46 +132,45 @@ def _of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, place: Place) -> Pl
     work, memory = Episodes.of(cfg, fleet.known), float(place.held + place.free)
     problem = ""
     try:
-        found = episodes.choose(shape, cfg, place)
-        problem = " ".join(found.warnings)
+        fitting = episodes.choose(shape, cfg, place)
+        problem = " ".join(fitting.warnings)
     except UserError as error:
         problem = str(error)
-    if problem:  # not with its own numbers: perhaps with others
+    if problem:  # with its own settings; try others
         rollout, trainer = cfg.rollout.model_copy(update={"slots": None}), {"micro_batch_tokens": None}
         trainer = cfg.trainer.model_copy(update=trainer)
         try:
-            found = episodes.choose(shape, cfg.model_copy(update={"rollout": rollout, "trainer": trainer}), place)
+            fitting = episodes.choose(shape, cfg.model_copy(update={"rollout": rollout, "trainer": trainer}), place)
         except UserError as error:
             always = {"held already": place.held, "vLLM": place.vllm} | episodes.always(shape, cfg, place.shards)
             return Planned(fleet, place.sharded, {"always": always}, memory, "", None, _on(fleet, str(error)))
-        problem += f" The largest that fit are rollout.slots={found.slots} and"
-        problem += f" trainer.micro_batch_tokens={found.micro_batch_tokens}."
-    told = f"{found.slots} slots, {found.micro_batch_tokens} tokens"
-    told += ", recomputed" if found.gradient_checkpointing else ""
+        problem += f" The largest that fit are rollout.slots={fitting.slots} and"
+        problem += f" trainer.micro_batch_tokens={fitting.micro_batch_tokens}."
+    batch = f"{fitting.slots} slots, {fitting.micro_batch_tokens} tokens"
+    batch += ", recomputed" if fitting.gradient_checkpointing else ""
     players = len(cfg.rollout.servers) or fleet.count
-    told += f", {work.groups} of {players} play" if work.groups < players else ""
-    taken = seconds.of_episodes(shape, cfg, fleet, work, found, place.shards)
+    batch += f", {work.groups} of {players} play" if work.groups < players else ""
+    times = seconds.of_episodes(shape, cfg, fleet, work, fitting, place.shards)
     problem, servers = _on(fleet, problem) if problem else "", len(cfg.rollout.servers)
-    return Planned(fleet, place.sharded, found.parts, memory, told, taken, problem, servers)
+    return Planned(fleet, place.sharded, fitting.parts, memory, batch, times, problem, servers)
 
 
 def _of_rows(shape: Shape, cfg: Any, fleet: Fleet, place: Place) -> Planned:
     settings, memory = rows.RowSettings.of(cfg), float(place.held + place.free)
     share = settings.share(place.processes)
     own, best = rows.divisors(share, settings.rows)[-1], rows.largest_batch(shape, cfg, place)
-    problem = "" if rows.fits(shape, cfg, place, own) else rows.rows_too_much(shape, cfg, place, fleet.name)
-    taken = own if not problem else best
-    if taken is None:
+    problem = "" if rows.fits(shape, cfg, place, own) else rows.rows_do_not_fit(shape, cfg, place, fleet.name)
+    size = own if not problem else best
+    if size is None:
         return Planned(
             fleet, place.sharded, rows.rows_memory(shape, cfg, place, 1), memory, "1 does not fit", None, problem
         )
     data = DataRows.of(cfg, fleet.known)
-    told = f"{taken} x {share // taken}" + (f", at most {best}" if best is not None and best > taken else "")
-    told += f", {share * place.processes} a step" if share * place.processes != settings.batch else ""
-    return Planned(
-        fleet, place.sharded, rows.rows_memory(shape, cfg, place, taken), memory, told,
-        seconds.of_rows(shape, cfg, fleet, data, taken, place.shards), problem,
-    )  # fmt: skip
+    batch = f"{size} x {share // size}" + (f", at most {best}" if best is not None and best > size else "")
+    batch += f", {share * place.processes} a step" if share * place.processes != settings.batch else ""
+    times = seconds.of_rows(shape, cfg, fleet, data, size, place.shards)
+    by_phase = rows.rows_memory(shape, cfg, place, size)
+    return Planned(fleet, place.sharded, by_phase, memory, batch, times, problem)
 
 
 def _on(fleet: Fleet, problem: str) -> str:
@@ -177,7 +181,7 @@ def _on(fleet: Fleet, problem: str) -> str:
 
 
 def table(planned: Sequence[Planned], cfg: Any) -> str:
-    """A row for each: GiB by part at the worst moment, the largest batch that fits, seconds, hours, dollars."""
+    """Return the table: for each fleet the peak GiB by part, the largest batch that fits, seconds, hours, dollars."""
     names = next((list(one.seconds.parts) for one in planned if one.seconds), [])
     fits = "at a time" if isinstance(cfg, StarPORun) else "batch"
     head = ["", "weights", *COLUMNS, "peak", "of", fits, *(f"{name} s" for name in names), "hours", "$"]
@@ -194,8 +198,8 @@ def table(planned: Sequence[Planned], cfg: Any) -> str:
                 [*cells, "", f"{one.memory / 2**30:.1f}", one.settings or "does not fit", *["" for _ in names], "", ""]
             )
             continue
-        told = one.settings + (" (not as written)" if one.problem else "")
-        cells += [f"{most(one.parts) / 2**30:.1f}", f"{one.memory / 2**30:.1f}", told]
+        batch = one.settings + (" (not as written)" if one.problem else "")
+        cells += [f"{peak_bytes(one.parts) / 2**30:.1f}", f"{one.memory / 2**30:.1f}", batch]
         cells += [f"{_short(value)}" for value in one.seconds.parts.values()]
         lines.append([*cells, _short(one.seconds.run / 3600), "?" if one.dollars is None else f"{one.dollars:.2f}"])
     width = [max(len(line[place]) for line in lines) for place in range(len(head))]
@@ -209,12 +213,12 @@ def table(planned: Sequence[Planned], cfg: Any) -> str:
 
 
 def _columns(parts: dict[str, dict[str, int]]) -> dict[str, int]:
-    """Bytes of each column: what is always there, and the most of it at any one time."""
-    found = {}
+    """Return the bytes of each column: what is always held, and the most of the other parts at one time."""
+    columns = {}
     for name, inside in COLUMNS.items():
         sizes = {phase: sum(size for part, size in each.items() if part in inside) for phase, each in parts.items()}
-        found[name] = sizes.pop("always") + max(sizes.values(), default=0)
-    return found
+        columns[name] = sizes.pop("always") + max(sizes.values(), default=0)
+    return columns
 
 
 def _short(value: float) -> str:
@@ -226,47 +230,47 @@ def _head(shape: Shape, cfg: Any, fleet: Fleet) -> str:
     what += f" ({shape.adapter / 1e6:,.1f} M in the adapter)" if shape.adapter else ""
     if isinstance(cfg, StarPORun):
         work = Episodes.of(cfg, fleet.known)
-        said = (
+        length = (
             f"{cfg.trainer.max_steps} steps of {work.groups} groups x {work.samples} episodes: {work.turns:g} turns,"
             f" prompt {work.prompt:.0f}, {work.new:g} tokens a turn, reply {work.reply:.0f}, {work.kept:.0%} of the"
-            " groups trained on. No turn ends early: at most so long."
+            " groups trained on. No turn ends early, so the times are upper limits."
         )
     else:
         data, settings = DataRows.of(cfg, fleet.known), rows.RowSettings.of(cfg)
         epochs = f"{settings.epochs:g} epoch{'s' if settings.epochs != 1 else ''}"
-        length = f"{settings.max_steps} steps" if settings.max_steps > 0 else epochs
-        said = (
+        steps = f"{settings.max_steps} steps" if settings.max_steps > 0 else epochs
+        length = (
             f"{data.rows:,.0f} {'pairs' if settings.pairs else 'rows'} of {data.tokens:.0f} tokens,"
-            f" {data.trained:.0%} of them with a label, {length} in batches of {settings.batch}."
+            f" {data.trained:.0%} of them with a label, {steps} in batches of {settings.batch}."
         )
-    return _lines(f"Planned, not measured. {what}. {said}")
+    return _lines(f"Planned, not measured. {what}. {length}")
 
 
-def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
-    """What the figures rest on."""
-    factors = Factors(**{key: value for key, value in wanted[0].known.items() if key in Factors._fields})
+def _assumptions(cfg: Any, fleets: Sequence[Fleet]) -> str:
+    """Return what the figures assume, in sentences."""
+    factors = Factors(**{key: value for key, value in fleets[0].known.items() if key in Factors._fields})
     example = "new=30,turns=5" if isinstance(cfg, StarPORun) else "rows=20000,tokens=300"
     servers = len(cfg.rollout.servers) if isinstance(cfg, StarPORun) else 0
-    elsewhere = f"Played by servers ({servers}), each one such device, in the price. " if servers else ""
+    playing = f"Servers play the rollouts ({servers}, one such device each, included in the price). " if servers else ""
     if isinstance(cfg, StarPORun) and not servers:
-        elsewhere = (
+        playing = (
             "Rollouts read the history again in every turn (rollout.engine: replay). "
             if cfg.rollout.engine == "replay"
-            else "Rollouts keep the KV cache; for a model that cannot (posttrain check-model): rollout.engine=replay. "
+            else "Rollouts keep the KV cache; if the model cannot (posttrain check-model): rollout.engine=replay. "
         )
     also = "evaluations"
     also += ", the reference's log-probs" if isinstance(cfg, DPORun) else ""
     also += ", the answers to distil" if isinstance(cfg, StarPORun) and cfg.distillation is not None else ""
-    prices = f"{devices.PRICED}. " if any(fleet.price is not None for fleet in wanted) else ""
-    device = wanted[0].device
+    prices = f"{devices.PRICED}. " if any(fleet.price is not None for fleet in fleets) else ""
+    device = fleets[0].device
     limits = f"{device.bandwidth:.1f} GB/s, {device.peak:.3f} TFLOP/s in bfloat16, {device.single:.3f} in float32"
     return _lines(
         f"{f'Measured here: {limits}. ' if device.waits else ''}"
         "GiB a device. Sharded: parameters, gradients and moments (FSDP2). Assumed: products reach"
         f" {factors.matmul:.0%} of the peak, other kernels {factors.stream:.0%} of the bandwidth, decoding"
         f" {factors.decode:.0%};"
-        f" {wanted[0].device.operation * 1e6:.0f} microseconds to launch an operation. Hours are all steps and"
-        f" {also}; loading, checkpoints and downloads are not counted. {elsewhere}{prices}Write over what you know"
+        f" {device.operation * 1e6:.0f} microseconds to launch an operation. Hours are all steps and"
+        f" {also}; loading, checkpoints and downloads are not counted. {playing}{prices}Replace what you know"
         f" better: --plan A10G:price=0.6,{example}"
     )
 
@@ -276,15 +280,5 @@ def _lines(text: str) -> str:
 
 
 def _by_part(one: Planned) -> str:
-    lines = [
-        (name if phase == "always" else f"{phase}: {name}", size)
-        for phase, sizes in one.parts.items()
-        for name, size in sizes.items()
-        if size >= 2**20
-    ]
-    if one.seconds is not None:
-        lines.append(("at most, at one time", most(one.parts)))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(
-        [f"memory of one {one.fleet.device.name}, GiB", *(f"  {name:<{width}}  {gib(size):>8}" for name, size in lines)]
-    )
+    peak = peak_bytes(one.parts) if one.seconds is not None else None
+    return "\n".join([f"memory of one {one.fleet.device.name}, GiB", *lines_of_parts(one.parts, peak)])

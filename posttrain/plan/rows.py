@@ -1,8 +1,8 @@
-"""How much memory will phase 1 or 2 take, and which batch fits?  TRL's trainers, as the scripts set them up.
+"""How much memory does phase 1 or 2 take, and which batch fits?  For TRL's trainers as the scripts configure them.
 
-Both read a batch of rows without padding masks, ask TRL's chunked output layer about labels alone, and step once the
-gradients of all micro-batches are there. The reference of phase 2 is the policy before its first step, a second model
-only where it is sharded.
+Both compute logits only for labels, with TRL's chunked output layer, and step after the gradients of all
+micro-batches. The reference of phase 2 is the policy before its first step; it is a second model only if the model is
+sharded.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
-from posttrain.config import DPORun, ModelSection
+from posttrain.config import DPORun
 from posttrain.models import VOCABULARY_CHUNK, model_files
 from posttrain.plan import parts
 from posttrain.plan.episodes import Place
-from posttrain.plan.parts import FLOAT, MARGIN, Numbers, OfAToken, Parts, gib, listed, most
+from posttrain.plan.parts import FLOAT, MARGIN, Numbers, OfAToken, Parts, gib, peak_bytes, sentence_of_parts
 from posttrain.plan.shape import Shape
 from posttrain.runtime import hardware
 
-COLUMNS = {"cuda": 32768, "cpu": VOCABULARY_CHUNK["cpu"]}  # of the logits at a time: TRL's, and what training.py sets
-OPTIMIZER = "adamw_torch_fused"  # of transformers where none is written
+COLUMNS = {
+    "cuda": 32768,
+    "cpu": VOCABULARY_CHUNK["cpu"],
+}  # columns of the logits at a time: TRL's number, and the one that training.py sets
+OPTIMIZER = "adamw_torch_fused"  # the default of transformers
 
 
 class RowSettings(NamedTuple):
-    """What decides memory and time of a run of phase 1 or 2, whatever stands in TRL's fields.
+    """The settings of phase 1 or 2 that decide memory and time, with TRL's defaults filled in.
 
-    Settings(pairs=False, rows=16, accumulated=4, longest=2048, evaluated=8, epochs=3, ...)
+    RowSettings(pairs=False, rows=16, accumulated=4, longest=2048, evaluated=8, epochs=3, ...)
     """
 
-    pairs: bool  # phase 2, which reads two rows of each
+    pairs: bool  # phase 2: two rows for each pair
     rows: int  # of a micro-batch; in phase 2 pairs
     accumulated: int
     longest: int  # tokens of a row
@@ -37,11 +40,12 @@ class RowSettings(NamedTuple):
     held_out: int
     epochs: float
     max_steps: int
-    eval_steps: float | None  # optimizer steps between two evaluations; None once an epoch, inf never
+    eval_steps: float | None  # optimizer steps between evaluations; None: once an epoch, inf: never
     optim: str
 
     @classmethod
     def of(cls, cfg: Any) -> RowSettings:
+        """Return the settings of a config of phase 1 or 2."""
         trainer = cfg.trainer
         strategy, every = trainer.get("eval_strategy", "no"), trainer.get("eval_steps")
         when = {"no": float("inf"), "epoch": None}
@@ -60,44 +64,39 @@ class RowSettings(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Rows of an optimizer step, over all devices."""
+        """Return the rows of an optimizer step, over all devices."""
         return self.rows * self.accumulated
 
     def tokens(self, rows: int) -> int:
-        """Of a micro-batch whose rows are all as long as they may be."""
+        """Return the tokens of a micro-batch whose rows all have the maximal length."""
         return rows * (1 + self.pairs) * self.longest
 
     def share(self, processes: int) -> int:
-        """Rows of an optimizer step that one of so many devices reads; the batch stays where it can be divided."""
+        """Return the rows of an optimizer step on one device. The batch stays the same if it can be divided evenly."""
         return max(1, self.batch // processes)
 
 
 def divisors(share: int, most: int) -> list[int]:
-    """Of a device's share of the batch, as sizes of a micro-batch: divisors(12, 5) is [1, 2, 3, 4]"""
+    """Return the sizes of a micro-batch that divide a device's share of the batch: divisors(12, 5) is [1, 2, 3, 4]."""
     return [count for count in range(1, min(share, most) + 1) if share % count == 0]
 
 
-def rows_trained(shape: Shape, model: ModelSection) -> list[tuple[int, int]]:
-    """Numbers that the optimizer moves, and bytes of each."""
-    return [(shape.parameters if model.tuning == "full" else shape.adapter, FLOAT)]
-
-
 def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Parts]:
-    """Bytes by part, at the worst moment of each phase: a micro-batch of so many rows, all as long as they may be.
+    """Return the bytes of each part at the peak of each phase of a step, for `rows` rows of maximal length.
 
-    What is held always is exact, up to the 8 bits of small tensors; the rest is an estimate.
+    "always" is exact (except for small tensors in 8 bits); the rest is an estimate.
     """
     settings, numbers = RowSettings.of(cfg), Numbers.of(cfg, place.shards)
-    counts, token = rows_trained(shape, cfg.model), OfAToken.of(shape, numbers)
-    gradients = sum(count * each for count, each in counts)
-    tokens, asked = settings.tokens(rows), settings.tokens(settings.evaluated) if settings.held_out else 0
+    trained, token = parts.trained_parameters(shape, cfg.model.tuning), OfAToken.of(shape, numbers)
+    gradients = trained[0] * trained[1]
+    tokens, evaluated = settings.tokens(rows), settings.tokens(settings.evaluated) if settings.held_out else 0
 
     def tile(labels: int) -> int:
         return parts.output_tile(shape, numbers.computed, labels, COLUMNS["cuda" if place.cuda else "cpu"], place.cuda)
 
     copied = place.processes > 1 and not place.sharded
     of_output = FLOAT * shape.vocabulary * shape.states if numbers.full else 0
-    # they are made while activations are freed; from the second micro-batch on they lie there from the beginning
+    # those of the first micro-batch are made while activations are freed; a second one begins with all of them
     waiting = settings.share(place.processes) > rows or place.processes > 1
     roots = place.cuda and settings.optim == "adamw_torch"
     return {
@@ -108,25 +107,25 @@ def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Pa
             "reference model": parts.weights(shape, numbers)
             if settings.pairs and place.sharded and numbers.full
             else 0,
-            "optimizer": parts.moments(counts, numbers),
-            "buckets of DDP": gradients if copied else 0,  # it copies every gradient into one before it is summed
+            "optimizer": parts.moments([trained], numbers),
+            "buckets of DDP": gradients if copied else 0,  # every gradient is copied into a bucket before it is summed
         },
         "learning": {
             "gradients": numbers.mine(gradients) if waiting else 0,
             "activations": token.activations(tokens),
             "the layer at work": max(tokens * token.at_work, tile(tokens)) + of_output,
-            "gathered weights": parts.gathered(shape, numbers),
+            "gathered weights": parts.gathered_weights(shape, numbers),
             "bfloat16 weights": parts.copies(shape, numbers, learns=True),
         },
-        "end of the backward pass": {  # where the gradients of output layer and embedding are added up
+        "end of the backward pass": {  # the gradients of output layer and embedding are added
             "gradients": numbers.mine(gradients),
             "the layer at work": 2 * of_output + tokens * token.at_work,
-            "gathered weights": parts.gathered(shape, numbers),
+            "gathered weights": parts.gathered_weights(shape, numbers),
         },
         "evaluating": {
-            "states": asked * (token.before + FLOAT * 4 * shape.states),
-            "the layer at work": max(asked * token.at_work, tile(asked)),
-            "gathered weights": parts.gathered(shape, numbers),
+            "states": evaluated * (token.before + FLOAT * 4 * shape.states),
+            "the layer at work": max(evaluated * token.at_work, tile(evaluated)),
+            "gathered weights": parts.gathered_weights(shape, numbers),
             "bfloat16 weights": parts.copies(shape, numbers, learns=False),
         },
         "stepping": {
@@ -137,23 +136,27 @@ def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Pa
 
 
 def largest_batch(shape: Shape, cfg: Any, place: Place) -> int | None:
-    """The most rows of a micro-batch that fit, of those that divide this device's share of the batch; None where not
-    even one fits, the margin used up."""
+    """Return the largest micro-batch that divides this device's share of the batch and fits, with the margin.
+
+    1 if one row fits without the margin, None if it does not fit at all.
+    """
     share = RowSettings.of(cfg).share(place.processes)
     budget = place.held + place.free * (1 - MARGIN)
-    found = parts.largest(divisors(share, share), budget, lambda rows: most(rows_memory(shape, cfg, place, rows)))
-    return 1 if found is None and fits(shape, cfg, place, 1) else found
+    best = parts.largest(divisors(share, share), budget, lambda rows: peak_bytes(rows_memory(shape, cfg, place, rows)))
+    return 1 if best is None and fits(shape, cfg, place, 1) else best
 
 
 def fits(shape: Shape, cfg: Any, place: Place, rows: int) -> bool:
-    """Whether a micro-batch fits, the margin used up."""
-    return most(rows_memory(shape, cfg, place, rows)) <= place.held + place.free
+    """Return whether a micro-batch fits without the margin."""
+    return peak_bytes(rows_memory(shape, cfg, place, rows)) <= place.held + place.free
 
 
 def warning(cfg: Any, args: TrainingArguments, place: Place, longest: int) -> str:
-    """What a run that is about to load its model should be told; "" where its micro-batches fit.
+    """Return a warning for a run that may run out of memory; "" if its micro-batches fit.
 
-    place: before the model is loaded. longest: tokens of the longest row that there really is.
+    Args:
+        place: the memory before the model is loaded.
+        longest: tokens of the longest row in the data.
     """
     trainer = cfg.trainer | {"bf16": args.bf16, "gradient_checkpointing": args.gradient_checkpointing}
     data = cfg.data.model_copy(update={"max_length": min(longest, cfg.data.max_length)})
@@ -161,14 +164,14 @@ def warning(cfg: Any, args: TrainingArguments, place: Place, longest: int) -> st
     shape, rows = Shape.of(model_files.load_config(cfg.model), cfg.model), args.per_device_train_batch_size
     if fits(shape, cfg, place, rows):
         return ""
-    return f"Planned, not measured, and it may run out of memory. {rows_too_much(shape, cfg, place, 'this device')}"
+    return f"Planned, not measured: it may run out of memory. {rows_do_not_fit(shape, cfg, place, 'this device')}"
 
 
-def rows_too_much(shape: Shape, cfg: Any, place: Place, where: str) -> str:
-    """The paragraph for a run that does not fit: what takes how much, and what to write instead."""
+def rows_do_not_fit(shape: Shape, cfg: Any, place: Place, where: str) -> str:
+    """Return the message for a run that does not fit: the size of each part, and what to write instead."""
     settings, best = RowSettings.of(cfg), largest_batch(shape, cfg, place)
-    found = rows_memory(shape, cfg, place, settings.rows)
-    full, again = cfg.model.tuning == "full", hardware.trainer_field(cfg, "gradient_checkpointing")
+    by_phase = rows_memory(shape, cfg, place, settings.rows)
+    full, recomputes = cfg.model.tuning == "full", hardware.trainer_field(cfg, "gradient_checkpointing")
     share = settings.share(place.processes)
     smaller = (
         f"trainer.per_device_train_batch_size={best} trainer.gradient_accumulation_steps={share // best}"
@@ -182,7 +185,7 @@ def rows_too_much(shape: Shape, cfg: Any, place: Place, where: str) -> str:
     shortest = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_length": 8})})
     remedies = {
         smaller: best is not None and best < settings.rows,
-        "trainer.gradient_checkpointing=true": not again,
+        "trainer.gradient_checkpointing=true": not recomputes,
         "trainer.optim=adamw_8bit": full and "8bit" not in settings.optim and not place.sharded,
         "model.tuning=lora": full,
         "model.tuning=qlora": cfg.model.tuning == "lora" and place.cuda and one_fits(tuning="qlora"),
@@ -192,6 +195,7 @@ def rows_too_much(shape: Shape, cfg: Any, place: Place, where: str) -> str:
     }
     return (
         f"This run does not fit on {where}: with trainer.per_device_train_batch_size={settings.rows} and rows of up to"
-        f" {settings.longest} tokens it takes {gib(most(found))} GiB a device, and {gib(place.held + place.free)} GiB"
-        f" are there. In GiB: {listed(found)}. What helps: {', '.join(key for key, on in remedies.items() if on)}."
+        f" {settings.longest} tokens it takes {gib(peak_bytes(by_phase))} GiB a device, and"
+        f" {gib(place.held + place.free)} GiB are available. In GiB: {sentence_of_parts(by_phase)}. What helps:"
+        f" {', '.join(key for key, on in remedies.items() if on)}."
     )

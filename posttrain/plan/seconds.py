@@ -1,6 +1,6 @@
-"""How many seconds will an iteration take, and how many hours a run?  A roofline of bytes and FLOPs.
+"""How many seconds does an iteration take, and how many hours a run?  A roofline model of bytes and FLOPs.
 
-The factors below are the same for every model and device. None was fitted to a figure that the plan is compared with.
+The factors below are the same for every model and device. They were not fitted to the figures that test the plan.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from posttrain.config import StarPORun, Suite
 from posttrain.plan.devices import OPERATIONS, Fleet
-from posttrain.plan.episodes import Plan, checkpointed
+from posttrain.plan.episodes import Plan, with_checkpointing
 from posttrain.plan.parts import FLOAT, Numbers, OfAToken
 from posttrain.plan.rows import RowSettings
 from posttrain.plan.shape import Shape
@@ -19,33 +19,33 @@ from posttrain.plan.work import CHARACTERS, DataRows, Episodes
 
 
 class Factors(NamedTuple):
-    """How much of what the datasheet says is reached."""
+    """The shares of the datasheet's figures that are reached."""
 
-    # of the peak, by products of large matrices: cuBLAS reaches 70 to 80 % with thousands of columns, and a small model
-    # has hundreds. What lies between the products is counted apart (`stream`), so this is not the MFU, which is lower.
+    # share of the peak in products of large matrices: cuBLAS reaches 70 to 80 % with thousands of columns, and a small
+    # model has hundreds. Other kernels are counted separately (`stream`), so the MFU is lower than this.
     matmul: float = 0.6
-    # of the bandwidth, by kernels that only read and write: what a copy reaches
+    # share of the bandwidth in kernels that only read and write, as in a copy
     stream: float = 0.8
-    # of the bandwidth, while decoding: thin products and attention over a cache of ragged length
+    # share of the bandwidth in decoding: products with few rows, and attention over a cache of unequal lengths
     decode: float = 0.5
 
 
-# What a block writes for its backward pass is written once, read by the next operation, read again by the backward
-# pass, and has a gradient that is written and read; where activations are recomputed, written and read once more.
+# An activation is written once, read by the next operation and by the backward pass, and its gradient is written and
+# read: five passes. With recomputation it is written and read once more.
 PASSES, PASSES_AGAIN = 5, 7
-# Bytes that an optimizer step moves for each trained number: weights, gradients and two moments are read, all but the
-# gradients written, the norm reads gradients again and scales them, bfloat16 copies are made
+# Bytes that an optimizer step moves for each trained number: it reads weights, gradients and two moments, writes all
+# but the gradients, reads and scales the gradients for their norm, and makes bfloat16 copies.
 STEP = 4 * 10 + 2
-# How often logits are written or read, forward and both: by TRL's kernels on a GPU, where the products write and read
-# them as well, and by its torch code on a CPU (operation by operation). Phase 3 takes so few columns there that most of
-# them stay in the processor's caches.
+# How often logits are written or read, in the forward pass and in both passes: by TRL's kernels on a GPU, including the
+# products, and by its torch code on a CPU, operation by operation. Phase 3 uses so few columns on a CPU that most
+# logits stay in the caches.
 LOGITS, LOGITS_BOTH = 2, 7
 LOGITS_IN_TORCH, LOGITS_IN_TORCH_BOTH = 17, 39
-GUESSED_PROMPT = 100  # tokens of an old prompt of `distillation` and of a question of a suite
+GUESSED_PROMPT = 100  # tokens, assumed, of a prompt of `distillation` and of a question of a suite
 
 
 class Seconds(NamedTuple):
-    """Of an iteration, by part, and of the whole run: Seconds({"rollout": 20.1, "update": 2.2}, run=5400.0)"""
+    """The seconds of an iteration by part, and of the run: Seconds({"rollout": 20.1, "update": 2.2}, run=5400.0)"""
 
     parts: dict[str, float]
     run: float
@@ -56,7 +56,7 @@ class Seconds(NamedTuple):
 
 
 class Cost:
-    """What one device needs for pieces of work, in seconds."""
+    """The seconds that one device needs for forward passes, updates, optimizer steps and decoding."""
 
     def __init__(self, shape: Shape, numbers: Numbers, fleet: Fleet, in_torch: bool = False) -> None:
         self.logits = (LOGITS_IN_TORCH, LOGITS_IN_TORCH_BOTH) if in_torch else (LOGITS, LOGITS_BOTH)
@@ -69,34 +69,42 @@ class Cost:
         self.moved = OfAToken.of(shape, numbers).moved
 
     def with_launches(self, work: float, operations: float) -> float:
-        """A GPU works while the next operations are launched; a CPU does one after the other.
+        """Return the seconds of work and launches: a GPU works while the next operations are launched, a CPU does not.
 
-        A backward pass has twice the operations, launched in C++ at half the price.
+        operations: of a forward pass. A backward pass has twice as many, launched in C++ in half the time each.
         """
         launches = operations * self.device.operation
         return work + launches if self.device.waits else max(work, launches)
 
     def reads(self, tokens: float, labels: float, behind: float, pieces: float = 1) -> float:
-        """A forward pass: `tokens` that each see `behind` others, log-probs of `labels`, in so many pieces."""
+        """Return the seconds of forward passes in `pieces` batches.
+
+        tokens: each attends to `behind` others on average. labels: tokens whose log-probs are computed.
+        """
         flops = forward_flops(self.shape, tokens, behind) + head_flops(self.shape, labels)
         moved = 2 * tokens * self.moved + self.logits[0] * labels * self.shape.vocabulary * self.numbers.computed
         work = flops / self.flops + moved / self.stream
         return self.with_launches(work, pieces * OPERATIONS * self.shape.layers)
 
     def learns(self, tokens: float, labels: float, behind: float, pieces: float = 1) -> float:
-        """Forward and backward pass; frozen weights have no gradients of their own, logits are always recomputed."""
-        again = self.numbers.recomputed
-        times = (3 if self.numbers.full else 2) + again
+        """Return the seconds of forward and backward passes, with the arguments of `reads`.
+
+        Frozen weights get no gradients; logits are always recomputed.
+        """
+        recomputed = self.numbers.recomputed
+        times = (3 if self.numbers.full else 2) + recomputed
         flops = times * forward_flops(self.shape, tokens, behind)
         flops += (4 if self.numbers.full else 3) * head_flops(self.shape, labels)
-        moved = (PASSES_AGAIN if again else PASSES) * tokens * self.moved
+        moved = (PASSES_AGAIN if recomputed else PASSES) * tokens * self.moved
         moved += self.logits[1] * labels * self.shape.vocabulary * self.numbers.computed
         work = flops / self.flops + moved / self.stream
-        return self.with_launches(work, pieces * OPERATIONS * self.shape.layers * (2 + again))
+        return self.with_launches(work, pieces * OPERATIONS * self.shape.layers * (2 + recomputed))
 
     def steps(self, trained: float, pieces: float = 1) -> float:
-        """The optimizer, and what devices tell each other: gradients once, or with a sharded model for every piece its
-        weights twice and its gradients."""
+        """Return the seconds of an optimizer step and of the communication between devices.
+
+        They exchange gradients once, or with a sharded model the weights twice and the gradients for each micro-batch.
+        """
         shards, count = self.numbers.shards, self.fleet.count
         moved = STEP * trained / shards / self.stream
         if count == 1:
@@ -106,23 +114,26 @@ class Cost:
         return moved + share * sent / self.fleet.wire
 
     def decodes(self, tokens: float, rows: float, behind: float, compiled: bool = False) -> float:
-        """So many steps, each of which samples one token of all rows: it reads the weights and the KV cache."""
+        """Return the seconds of `tokens` decoding steps, each of which reads the weights and the whole KV cache."""
         shape, size = self.shape, self.numbers.computed
         numbers = shape.blocks + shape.top + rows * behind * shape.cache
         read = size * numbers / (self.device.bandwidth * 1e9 * self.factors.decode)
-        read += 32 * rows * shape.vocabulary / self.stream  # logits in the several precisions of sampling.py
+        read += 32 * rows * shape.vocabulary / self.stream  # logits in the precisions of sampling.py
         flops = forward_flops(shape, rows, behind) + head_flops(shape, rows)
         work = max(read, flops / self.flops)
         return tokens * self.with_launches(work, 0 if compiled else OPERATIONS * shape.layers)
 
 
 def forward_flops(shape: Shape, tokens: float, behind: float) -> float:
-    """Of the blocks, for tokens that each see `behind` others on average: 2 for each weight, and for q k' and p v."""
+    """Return the FLOPs of the blocks for tokens that each attend to `behind` others on average.
+
+    2 for each weight, and those of the products q k' and p v.
+    """
     return tokens * (2 * shape.blocks + 4 * shape.layers * shape.query * behind)
 
 
 def head_flops(shape: Shape, labels: float) -> float:
-    """Of what stands behind the blocks, for positions that are asked about."""
+    """Return the FLOPs of the layers after the blocks, for so many labels."""
     return 2 * shape.top * labels
 
 
@@ -130,13 +141,13 @@ def head_flops(shape: Shape, labels: float) -> float:
 
 
 def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: DataRows, rows: int, shards: int) -> Seconds:
-    """Phase 1 or 2 with micro-batches of so many rows; its iteration is an optimizer step."""
+    """Return the seconds of phase 1 or 2 with micro-batches of `rows` rows; an iteration is an optimizer step."""
     settings = RowSettings.of(cfg)
     cost = Cost(shape, Numbers.of(cfg, shards), fleet, in_torch=fleet.device.waits)
     share = settings.share(fleet.count)
     pieces = math.ceil(share / rows)
     each = data.tokens * (1 + data.padding)  # of a row, or of both halves of a pair
-    behind = data.tokens / (1 + settings.pairs)  # lengths differ so much that a token sees about as many before it
+    behind = data.tokens / (1 + settings.pairs)  # lengths differ so much that a token attends to about as many others
     learning = cost.learns(share * each, share * data.tokens * data.trained, behind, pieces)
     trained = shape.parameters if cfg.model.tuning == "full" else shape.adapter
     stepping = cost.steps(trained, pieces)
@@ -150,14 +161,14 @@ def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: DataRows, rows: int, sha
     def read(count: float) -> float:
         return cost.reads(count * each, count * data.tokens * data.trained, behind, count / rows)
 
-    run = steps * (learning + stepping) + math.ceil(evaluations) * read(settings.held_out)  # every device reads all
-    if settings.pairs:  # the reference, asked once about every pair
+    run = steps * (learning + stepping) + math.ceil(evaluations) * read(settings.held_out)  # on every device
+    if settings.pairs:  # the reference computes the log-probs of every pair once
         run += read((data.rows + settings.held_out) / fleet.count)
     return Seconds({"passes": learning, "optimizer": stepping}, run)
 
 
 def _of_all(every: float, steps: int) -> float:
-    """transformers takes `eval_steps` below 1 for a share of all steps."""
+    """Return steps between evaluations: in transformers an `eval_steps` below 1 is a share of all steps."""
     return every * steps if every < 1 else every
 
 
@@ -165,8 +176,8 @@ def _of_all(every: float, steps: int) -> float:
 
 
 def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan: Plan, shards: int) -> Seconds:
-    """Phase 3 with as many conversations at once as the plan says."""
-    cfg = checkpointed(cfg, plan.gradient_checkpointing)
+    """Return the seconds of phase 3 with as many conversations at a time as the plan says."""
+    cfg = with_checkpointing(cfg, plan.gradient_checkpointing)
     cost = Cost(shape, Numbers.of(cfg, shards), fleet)
     compiled = cfg.rollout.engine.startswith("vllm") or bool(getattr(cfg.rollout, "compile", False))
     replays = cfg.rollout.engine == "replay"
@@ -174,25 +185,27 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     def plays(conversations: float, samples: float) -> float:
         return rollout(cost, work, conversations, samples, plan.slots, compiled, replays)
 
-    players = len(cfg.rollout.servers) or fleet.count  # a server plays as one device does
+    players = len(cfg.rollout.servers) or fleet.count  # a server is as fast as one device
     playing = plays(math.ceil(work.groups / players) * work.samples, work.samples)
     learning = update(cost, cfg, work, plan.micro_batch_tokens)
     moving = 0.0
-    if cfg.rollout.servers:  # each is sent the weights
+    if cfg.rollout.servers:  # each receives the weights
         moving = players * FLOAT * shape.parameters / (fleet.device.network * 1e9)
-    elif shards > 1:  # weights are gathered once for a rollout
+    elif shards > 1:  # weights are gathered once a rollout
         moving = (shards - 1) / shards * FLOAT * shape.parameters / fleet.wire
 
     every, steps = cfg.evaluation.every, cfg.trainer.max_steps
     levels = math.ceil(cfg.evaluation.episodes / players) * len(cfg.envs)
-    evaluation = plays(levels, 1) + sum(_asked(cost, suite, players, plan.slots, compiled) for suite in _suites(cfg))
-    looks = 1 + steps // every + bool(steps % every)
-    # episodes of older weights are played while others are learned from
-    run = steps * (moving + (max if cfg.rollout.max_staleness else sum)((playing, learning))) + looks * evaluation
+    evaluation = plays(levels, 1) + sum(
+        _suite_seconds(cost, suite, players, plan.slots, compiled) for suite in _suites(cfg)
+    )
+    evaluations = 1 + steps // every + bool(steps % every)
+    # with max_staleness the rollout of the next step runs during the update
+    run = steps * (moving + (max if cfg.rollout.max_staleness else sum)((playing, learning))) + evaluations * evaluation
     run += plays(math.ceil(cfg.evaluation.final_episodes / players) * len(cfg.envs), 1)
     if cfg.distillation is not None:  # the first model's answers, before the first step
         answers = sum(source.rows or 10_000 for source in cfg.distillation.sources) / players
-        run += _written(cost, answers, GUESSED_PROMPT, cfg.distillation.max_new_tokens, plan.slots, compiled)
+        run += _answer_seconds(cost, answers, GUESSED_PROMPT, cfg.distillation.max_new_tokens, plan.slots, compiled)
     return Seconds({"rollout": moving + playing, "update": learning}, run)
 
 
@@ -205,13 +218,13 @@ def rollout(
     compiled: bool = False,
     replays: bool = False,
 ) -> float:
-    """Prompts once for each group, each reply of an environment behind all that was said before, all sampled tokens.
+    """Return the seconds of a rollout: reading prompts once a group and the environment's replies, and decoding.
 
-    replays: without a kept cache, all that was said is read in every turn.
+    replays: whether the engine keeps no cache and reads the whole conversation again in every turn.
     """
     turns = max(1.0, work.turns)
     if replays:
-        half = (work.prompt + work.context) / 2  # of the tokens that are there, on average over the turns
+        half = (work.prompt + work.context) / 2  # tokens of the conversation so far, on average over the turns
         reading = cost.reads(conversations * turns * half, 0, half / 2, turns)
     else:
         reading = cost.reads(conversations / samples * work.prompt, 0, work.prompt / 2)
@@ -223,17 +236,17 @@ def rollout(
 
 
 def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) -> float:
-    """Looks at the batch before the update, all epochs and minibatches, distillation in each optimizer step."""
+    """Return the seconds of an update: forward passes before it, all epochs and minibatches, and distillation."""
     algorithm, count = cfg.algorithm, cost.fleet.count
     episodes = work.kept * work.groups * work.samples / count
     sampled = episodes * min(work.turns * work.new, work.context)
     tokens, behind = episodes * work.context, work.context / 2
     pieces = math.ceil(tokens / micro_batch_tokens)
     epochs = algorithm.num_iterations
-    # where log-probs are rounded, those again that later optimizer steps train on; the reference's, the critic's values
+    # in bfloat16 log-probs are computed again for all steps but the first; reference and critic have a pass each
     again = 1.0 if epochs > 1 else 1 - 1 / algorithm.minibatches
-    looks = bool(cfg.trainer.bf16) * again + (algorithm.beta > 0) + algorithm.critical
-    seconds = looks * cost.reads(tokens, sampled, behind, pieces)
+    forward_passes = bool(cfg.trainer.bf16) * again + (algorithm.beta > 0) + algorithm.critical
+    seconds = forward_passes * cost.reads(tokens, sampled, behind, pieces)
     shared = episodes * work.prompt * (1 - 1 / work.samples) if cfg.can_share_prefixes else 0.0
     seconds += epochs * cost.learns(tokens - shared, sampled, behind, pieces)
     trained = cost.shape.parameters if cfg.model.tuning == "full" else cost.shape.adapter
@@ -255,13 +268,13 @@ def _suites(cfg: StarPORun) -> Iterable[Suite]:
     return [suite for suite in (suites.math, suites.repetition, suites.recall) if suite is not None]
 
 
-def _asked(cost: Cost, suite: Suite, players: int, slots: int, compiled: bool) -> float:
+def _suite_seconds(cost: Cost, suite: Suite, players: int, slots: int, compiled: bool) -> float:
     instruction = len(getattr(suite, "instruction", "")) / CHARACTERS
     prompt, questions = GUESSED_PROMPT + instruction, suite.n * len(getattr(suite, "sources", [1]))
-    return _written(cost, questions / players, prompt, suite.max_new_tokens, slots, compiled)
+    return _answer_seconds(cost, questions / players, prompt, suite.max_new_tokens, slots, compiled)
 
 
-def _written(cost: Cost, answers: float, prompt: float, new: float, slots: int, compiled: bool) -> float:
-    """Answers to prompts of their own, in as many rounds as the slots need."""
+def _answer_seconds(cost: Cost, answers: float, prompt: float, new: float, slots: int, compiled: bool) -> float:
+    """Return the seconds of answers to different prompts, in as many rounds as the slots need."""
     work = Episodes(1, 1, turns=1, prompt=prompt, new=new, reply=0)
     return rollout(cost, work, max(1.0, answers), 1, slots, compiled)

@@ -1,12 +1,12 @@
-"""What must a model pass before a run?  Each shortcut is tried on the very model, against the plain way.
+"""Which shortcuts does a model allow?  Each is tried on the model itself, and compared with the plain computation.
 
-without_noise               in training mode it computes what it computes in evaluation mode
-head_agrees                 log-probs from its states and its output layer are those of its own logits
-can_share_prefixes          rows that continue a prefilled prefix get the states of whole rows
-can_be_deterministic        on a GPU torch has a deterministic implementation of each of its operations
-change_beside_longer_rows   padding changes nothing
-why_not_recomputed          gradient checkpointing gives the gradient that it saves memory for
-adapter_of                  an adapter can be put on, and a gradient reaches it
+without_noise               training mode computes the same as evaluation mode
+head_agrees                 log-probs from states and output layer equal those from the model's logits
+can_share_prefixes          rows that continue a prefilled prefix get the same states as whole rows
+can_be_deterministic        on a GPU torch has deterministic implementations of all operations
+change_beside_longer_rows   padding does not change the states
+why_not_recomputed          gradient checkpointing does not change the gradient
+adapter_of                  an adapter can be added, and gets gradients
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from posttrain.types import UserError, one_line
 def without_noise(model: PreTrainedModel) -> None:
     """Switch off all dropout, layer drop and router jitter, so that sampler and learner are the same policy.
 
-    What the model computes in training mode must then be what it computed in evaluation mode before, twice in a row;
-    otherwise a UserError. In the model's config the rates are 0 as well, for some architectures read them there.
+    In the model's config the rates are set to 0 as well, since some architectures read them there.
+
+    Raises:
+        UserError: training mode still computes other logits than evaluation mode, in one of two tries.
     """
     vocabulary = model.config.get_text_config().vocab_size
     ids_1T = torch.arange(3, min(67, vocabulary), device=model.device)[None]
@@ -67,46 +69,46 @@ def without_noise(model: PreTrainedModel) -> None:
         raise UserError(
             f"{type(model).__name__} computes other probabilities in training mode than in evaluation mode, although"
             " all rates of dropout and jitter were set to 0: sampler and learner would not be the same policy. Phase 3"
-            " cannot train this architecture. Take a model without noise of its own."
+            " cannot train this architecture. Choose a model whose only noise is dropout."
         )
 
 
 def head_agrees(model: PreTrainedModel) -> bool:
-    """Whether `head_logprobs` gives what the model's own logits give, also where these are as large as in training."""
+    """Return whether `head_logprobs` agrees with the model's own logits, also for logits as large as in training."""
     head: Any = model.get_output_embeddings()
     factor, was_training = 1.0, model.training
     ids_1T = torch.tensor([[3, 4, 5, 6, 7, 8]], device=model.device)
     predicts_1T = torch.tensor([[True] * 5 + [False]], device=model.device)
-    asked = []
+    calls = []
 
-    def enlarge(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        asked.append(True)
-        return (given[0] * factor, *given[1:])
+    def enlarge(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        calls.append(True)
+        return (inputs[0] * factor, *inputs[1:])
 
     larger = head.register_forward_pre_hook(enlarge)
     model.eval()
     try:
         with torch.no_grad():
             largest = model(input_ids=ids_1T, use_cache=False).logits.abs().max().clamp(min=1e-6).item()
-            if not math.isfinite(largest):  # the weights are at fault, as the sampler's check and an evaluation say
+            if not math.isfinite(largest):  # the weights are wrong, which the sampler's check and an evaluation report
                 return True
-            factor = 100.0 / largest if asked else 1.0  # some use the layer's weights without asking the layer
+            factor = 100.0 / largest if calls else 1.0  # some models use the layer's weights without calling it
             own_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
             states_TD = backbone_states(model, predicts_1T, input_ids=ids_1T, use_cache=False) * factor
-            said_T, _ = head_logprobs(model, states_TD, ids_1T[0, 1:])
+            head_T, _ = head_logprobs(model, states_TD, ids_1T[0, 1:])
     finally:
         larger.remove()
         model.train(was_training)
     own_T = own_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
     exact = states_TD.dtype == head.weight.dtype == torch.float32
-    return bool((own_T - said_T).abs().max() <= (0.1 if exact else 10.0))
+    return bool((own_T - head_T).abs().max() <= (0.1 if exact else 10.0))
 
 
 @torch.no_grad()
 def can_share_prefixes(model: PreTrainedModel) -> bool:
-    """Whether rows that continue a prefix get the states that they get when they are read as a whole.
+    """Return whether rows that continue a prefix get the same states as when they are read as a whole.
 
-    Of two prefixes one is longer, so that the other is padded: some attention (ALiBi) counts the places of keys.
+    The two prefixes differ in length, so that one is padded: some attention (ALiBi) counts the positions of keys.
     """
     if not attends_to_all(model):
         return False
@@ -132,15 +134,15 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
 
 
 def can_be_deterministic(model: Any, bf16: bool) -> bool:
-    """Whether this model trains under torch's deterministic algorithms on a GPU, by a training step of eight tokens.
+    """Return whether a model trains with torch's deterministic algorithms on a GPU, by a step of eight tokens.
 
-    False on a CPU, which needs none, and for a sharded model. Operations that are not torch's own are not looked at.
+    False on a CPU, which does not need them, and for a sharded model. Operations outside of torch are not checked.
     """
     device = model.device
     if device.type != "cuda" or launcher.sharding() != "none":
         return False
     training, ids = model.training, torch.zeros(1, 8, dtype=torch.long, device=device)
-    # also of a model whose weights are frozen, as those of 4 bits are before they get an adapter
+    # gives gradients to a model with frozen weights as well, e.g. one of 4 bits before it gets an adapter
     hook = model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.requires_grad_())
     try:
         with (
@@ -162,12 +164,12 @@ def can_be_deterministic(model: Any, bf16: bool) -> bool:
     return True
 
 
-# ------------------------------------------------------------ tried by check_model alone; the model is left as it was
+# ------------------------------------------------------------ only for check_model; the model is left unchanged
 @torch.no_grad()
 def change_beside_longer_rows(net: Any, pad_id: int) -> float:
-    """By which share the states of a row change when it is padded on the right, beside a longer row.
+    """Return the relative change of a row's states when it is padded on the right, beside a longer row.
 
-    With a mask, as phases 1 and 2 read rows, and without one, as phase 3 does.
+    The larger of two: with a mask, as in phases 1 and 2, and without one, as in phase 3.
     """
     rows = [[3, 4, 5, 6, 7, 8, 9, 10] * 3, [3, 4, 9]]
     masks = [[False] + [True] * 23, [False, True, True]]
@@ -183,7 +185,7 @@ def change_beside_longer_rows(net: Any, pad_id: int) -> float:
 
 
 def why_not_recomputed(net: Any) -> str:
-    """Why gradient checkpointing cannot be used, or "": at the embeddings it must give the gradient that it saves."""
+    """Return why gradient checkpointing cannot be used, or "" if the gradient at the embeddings stays the same."""
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     was_training = net.training
     net.train().requires_grad_(False)
@@ -205,7 +207,7 @@ def why_not_recomputed(net: Any) -> str:
 def _gradient_at_the_embeddings(net: Any) -> torch.Tensor:
     leaf: list[torch.Tensor] = []
 
-    def cut(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+    def cut(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         leaf.append(out.detach().requires_grad_())
         return leaf[-1]
 
@@ -223,25 +225,27 @@ def _loss(net: Any) -> torch.Tensor:
 
 
 class Adapter(NamedTuple):
-    names: list[str]  # of the layers that it sits on
-    idle: list[str]  # those of them that no gradient reaches
-    head: bool  # whether the output layer is among them
+    """The layers of a LoRA adapter: Adapter(names=["q_proj", "v_proj"], idle=[], head=False)"""
+
+    names: list[str]  # of the layers with an adapter
+    idle: list[str]  # those that get no gradient
+    head: bool  # whether the output layer has one
 
 
 def on(section: ModelSection, names: list[str]) -> ModelSection:
-    """The same with an adapter on these layers."""
+    """Return the section with an adapter on these layers."""
     return section.model_copy(update={"lora": section.lora.model_copy(update={"target_modules": names})})
 
 
 def linear_names(net: Any) -> list[str]:
-    """The last names of all linear layers but the output layer."""
+    """Return the last parts of the names of all linear layers but the output layer."""
     head = net.get_output_embeddings()
     linear = [(name, layer) for name, layer in net.named_modules() if isinstance(layer, torch.nn.Linear | Conv1D)]
     return sorted({name.rpartition(".")[2] for name, layer in linear if layer is not head})
 
 
 def adapter_of(section: ModelSection, net: Any, chat: Chat) -> Adapter | str:
-    """The adapter that `models.peft_config` asks for, put on, tried and taken off again; why not, in words."""
+    """Return the adapter of `models.peft_config` after it was added, tried and removed; or a text that says why not."""
     if refused := _refused(section, net):
         return refused
     try:
@@ -269,7 +273,7 @@ def adapter_of(section: ModelSection, net: Any, chat: Chat) -> Adapter | str:
 
 
 def _refused(section: ModelSection, net: Any) -> str:
-    """Why peft takes no such adapter, or "": asked on a model without memory, for a refusal leaves one half changed."""
+    """Return why peft refuses the adapter, or "". Tried without memory, since a refusal leaves a model half changed."""
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(copy.deepcopy(net.config), trust_remote_code=section.trust_remote_code)
     settings: Any = models.peft_config(section)

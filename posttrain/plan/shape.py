@@ -1,4 +1,4 @@
-"""What is a model in numbers?  A `Shape`, counted on a model without memory, so for any architecture."""
+"""What sizes does a model have?  A `Shape`, counted on a model without memory, so for any architecture."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from posttrain.runtime import trl_arguments
 
 
 class Shape(NamedTuple):
-    """A model in numbers; Qwen2.5-0.5B is
+    """The sizes of a model. Qwen2.5-0.5B:
 
     Shape(parameters=494e6, blocks=358e6, top=136e6, adapter=0, layers=24, hidden=896, query=896, key_value=128,
           intermediate=4864, behind=0, embedding=896, vocabulary=151936, states=896, tied=True, cache=6144)
     """
 
     parameters: int
-    blocks: int  # numbers in the matrices of the decoder's blocks
-    top: int  # numbers in the linear layers behind them, the output layer included
+    blocks: int  # numbers in the matrices of the blocks
+    top: int  # numbers in the linear layers after the blocks, with the output layer
     adapter: int  # numbers that tuning=lora or qlora adds
     layers: int
     hidden: int  # width of a token between two blocks
     query: int  # query heads x head size
     key_value: int  # key-value heads x head size
-    cache: int  # numbers that the KV cache holds of a token, over all layers
+    cache: int  # numbers of a token in the KV cache, over all layers
     intermediate: int  # width inside a block's MLP
-    behind: int  # the widest layer between blocks and output layer; 0 where there is none
+    behind: int  # width of the widest layer between the blocks and the output layer; 0 if there is none
     embedding: int
     vocabulary: int
-    states: int  # width of what the output layer multiplies
+    states: int  # width of the input of the output layer
     tied: bool  # whether the output layer is the embedding
-    fused: int = 0  # numbers of the blocks' weights that a rollout keeps a second time (posttrain/models/fused.py)
+    fused: int = 0  # numbers of the blocks that a rollout keeps a second time (fused.py in posttrain/models)
 
     @classmethod
     def of(cls, config: Any, model: ModelSection) -> Shape:
-        """Counted on a model without memory, so for any architecture."""
+        """Return the sizes of a model that is built from its config without memory.
+
+        model: the section of the config, for `tuning` and the adapter.
+        """
         with torch.device("meta"):
             net: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
         text, output = config.get_text_config(), net.get_output_embeddings()
@@ -52,7 +55,7 @@ class Shape(NamedTuple):
             layer for name, layer in net.named_modules() if isinstance(layer, torch.nn.Linear) and not inside(name)
         ]
         hidden = getattr(text, "transformer_dim", text.hidden_size)  # ConvGPT's blocks are narrower than its embedding
-        heads = getattr(text, "num_attention_heads", None) or 0  # none: no attention, and no cache of keys and values
+        heads = getattr(text, "num_attention_heads", None) or 0  # 0: no attention, and no KV cache
         size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
         key_value = (getattr(text, "num_key_value_heads", None) or heads) * size
         shape = cls(
@@ -84,12 +87,12 @@ class Shape(NamedTuple):
 
 
 def _cache_of_a_token(net: Any, otherwise: int) -> int:
-    """Numbers that a model puts into its cache when it reads a token; `otherwise` where it cannot without memory."""
-    net, always = net.bfloat16(), {"use_cache": True, "return_dict": True}  # experts want half precision there
+    """Return how many numbers a model caches for a token; `otherwise` if it cannot run without memory."""
+    net, always = net.bfloat16(), {"use_cache": True, "return_dict": True}  # experts need half precision there
     try:
         with torch.device("meta"), torch.no_grad():
             cache = getattr(net(input_ids=torch.zeros(1, 1, dtype=torch.long), **always), "past_key_values", None)
-    except UNFIT:  # it looks at its inputs' values, as some do for padding
+    except UNFIT:  # it needs the values of its inputs, as some models do for padding
         return otherwise
     held = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
     return sum(tensor.numel() for tensor in held if tensor is not None)

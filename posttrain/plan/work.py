@@ -1,6 +1,6 @@
-"""How many rows, tokens and turns will a run see?  What its config says, and typical lengths where it says nothing.
+"""How many rows, tokens and turns does a run process?  By its config, and typical lengths where that does not say it.
 
-Every number can be written over: `--plan all:rows=56000,tokens=400` or `--plan A10G:new=30,turns=5`.
+Every number can be replaced: `--plan all:rows=56000,tokens=400` or `--plan A10G:new=30,turns=5`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from posttrain.config import DPORun, Source, StarPORun
 from posttrain.rollout import RAISED, most_turns, new_episode
 from posttrain.types import Trajectory
 
-CHARACTERS = (
-    3.5  # of a token, in prose with numbers: SmolLM2's tokenizer makes 170 tokens of GSM8K's 522 and a template
-)
-OF_STATES = 2.5  # of a token, in rules and states of environments, which are full of signs
+# Characters of a token in prose with numbers: SmolLM2's tokenizer makes 170 tokens of 522 in GSM8K and a template.
+CHARACTERS = 3.5
+OF_STATES = 2.5  # characters of a token in rules and states of environments, which have many symbols
 
-# Rows where a source keeps all of them, and tokens of a row (of a pair: both answers, and the prompt twice).
-# OpenMathInstruct: a question of 60 tokens and its solution. Capybara: "over 1,000 tokens", its card. UltraFeedback:
-# two answers of 300 tokens and a short prompt. GSM8K and what is generated here: counted. `messages` and `preferences`
-# are files, whose bytes are counted where they exist.
+# By kind of source: rows, if all are kept, and tokens of a row (of a pair: both answers, and the prompt twice).
+# OpenMathInstruct: a question of 60 tokens and its solution. Capybara: "over 1,000 tokens" on its card. UltraFeedback:
+# two answers of 300 tokens and a short prompt. GSM8K and generated rows: counted. `messages` and `preferences` are
+# files, whose bytes are counted if they exist.
 TYPICAL = {
     "openmathinstruct": (1_000_000, 250),
     "gsm8k": (6949, 190),
@@ -39,33 +38,34 @@ EMBEDDED = {"openmathinstruct": 80, "capybara": 130, "demonstrations": 270, "ult
 
 
 class DataRows(NamedTuple):
-    """The data of phase 1 or 2: Rows(rows=56000, tokens=400, trained=0.6, padding=0.08)
+    """The data of phase 1 or 2: DataRows(rows=56000, tokens=400, trained=0.6, padding=0.08)
 
-    rows: conversations, or pairs, of which both answers are read behind the prompt.
+    rows: conversations, or pairs, of which both answers are read after the prompt.
     """
 
     rows: float
-    tokens: float  # of a row on average; of a pair, both halves
+    tokens: float  # of a row on average, of a pair in both answers together
     trained: float = 0.6  # share of the tokens that have a label: answers are longer than questions
     padding: float = 0.08  # tokens of padding for each real one, in batches of similar length
 
     @classmethod
     def of(cls, cfg: Any, known: Mapping[str, float]) -> DataRows:
-        found = [_source(source) for source in cfg.data.sources]
-        rows = sum(count for count, _ in found)
-        tokens = min(cls.longest(cfg), sum(count * each for count, each in found) / max(1.0, rows))
-        # chosen and rejected are padded to the longer one
+        """Return the expected data of a config. known: numbers that replace those that are assumed."""
+        sources = [_source(source) for source in cfg.data.sources]
+        rows = sum(count for count, _ in sources)
+        tokens = min(cls.longest(cfg), sum(count * each for count, each in sources) / max(1.0, rows))
+        # both answers are padded to the longer one
         assumed = cls(rows, tokens, padding=0.22 if isinstance(cfg, DPORun) else 0.08)
         return assumed._replace(**{key: value for key, value in known.items() if key in cls._fields})
 
     @staticmethod
     def longest(cfg: Any) -> int:
-        """Tokens that a row may have; a pair has two."""
+        """Return the most tokens of a row; a pair counts as two rows."""
         return cfg.data.max_length * (1 + isinstance(cfg, DPORun))
 
 
 def _source(source: Source) -> tuple[float, float]:
-    """Rows that are seen in an epoch, and their tokens."""
+    """Return the rows of a source in an epoch, and the tokens of a row."""
     rows, tokens = TYPICAL[source.kind]
     if source.path == "embedded":
         tokens = EMBEDDED.get(source.kind, tokens)
@@ -81,22 +81,25 @@ class Episodes(NamedTuple):
     """One iteration of phase 3: Episodes(groups=8, samples=16, turns=5, prompt=250, new=64, reply=60, kept=0.25)"""
 
     groups: int
-    samples: int  # conversations that share a prompt, which is read once
+    samples: int  # conversations of a group, whose common prompt is read once
     turns: float
     prompt: float
     new: float  # tokens sampled in a turn
-    reply: float  # tokens of the environment's answer to it
+    reply: float  # tokens of the environment's answer to a turn
     kept: float = 1.0  # share of the groups that is trained on
-    longest: float = float("inf")  # tokens that a context may have
+    longest: float = float("inf")  # the most tokens of a context
 
     @property
     def context(self) -> float:
-        """Tokens of a whole conversation."""
+        """Return the tokens of a whole conversation."""
         return min(self.longest, self.prompt + self.turns * self.new + max(0.0, self.turns - 1) * self.reply)
 
     @classmethod
     def of(cls, cfg: StarPORun, known: Mapping[str, float]) -> Episodes:
-        """Every turn that an episode may have, and every answer as long as it may be."""
+        """Return the longest episodes of a config: all turns are played, with answers of maximal length.
+
+        known: numbers that replace those that are assumed.
+        """
         texts = [_texts(cfg, number) for number in range(len(cfg.envs))]
         prompt, reply = (sum(text[part] for text in texts) / len(texts) / OF_STATES for part in (0, 1))
         groups = cfg.rollout.groups
@@ -114,9 +117,9 @@ class Episodes(NamedTuple):
 
 
 def _texts(cfg: StarPORun, number: int) -> tuple[float, float]:
-    """Characters of the first prompt of an environment, and of its reply to an action."""
+    """Return the characters of an environment's first prompt, and of its reply to an action."""
     episode = new_episode(cfg.envs[number], cfg.protocol, 0, "train", 0)
-    if isinstance(episode, Trajectory):  # it raised; the run will say so
+    if isinstance(episode, Trajectory):  # the environment raised, which the run will report
         return 1000.0, 200.0
     prompt = sum(len(message["content"]) for message in episode.messages)
     return float(prompt), _reply(episode, prompt / 4)

@@ -51,7 +51,14 @@ def panels(results: Results, row: Record) -> list[Panel]:
 
 
 def animate(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
-    """Return the animation: a row for each environment, a column for each checkpoint, one level after the other."""
+    """Return an animation as a GIF: a row for each environment, a column for each checkpoint, level after level.
+
+    Args:
+        results: of an evaluation.
+        rows: of transcripts.jsonl.
+        checkpoints: columns, by name.
+        levels: number of levels of each environment.
+    """
     shown = list(pictures(results, shown_episodes(results, rows, checkpoints, levels), checkpoints))
     if not shown:
         raise UserError(f"There are no episodes of {', '.join(checkpoints)}: evaluate them with suites.envs.")

@@ -37,7 +37,7 @@ class Chart(NamedTuple):
 
 
 def chart(title: str, series: dict[str, Line], alarms: Sequence[Record] = ()) -> Chart | None:
-    """Return a chart of the lines with at least two points; None if there are none."""
+    """Return a chart of the lines with at least two points; None without any."""
     series = {label: line for label, line in series.items() if len(line) > 1}
     if not series:
         return None

@@ -40,7 +40,18 @@ TOKEN_FIGURES = ("logprob", "entropy", "advantage", "loss")
 def frames_of(
     name: str, options: Mapping[str, Any], seed: int, reset_options: dict[str, Any], actions: Sequence[str]
 ) -> list[np.ndarray]:
-    """Play an episode again; return its pictures (the start and one per action), [] without a renderer."""
+    """Play an episode again and return its pictures.
+
+    Args:
+        name: of the environment.
+        options: of the environment.
+        seed: of the level.
+        reset_options: options of `reset`, as {"split": "test"}.
+        actions: that were played.
+
+    Returns:
+        RGB frames (uint8, height x width x 3): the start and one per action; [] without a renderer.
+    """
     import envs
 
     # a results file must not choose a module to import
@@ -151,7 +162,7 @@ class Pictures:
     """The pictures of a page, each encoded once."""
 
     def __init__(self) -> None:
-        self.found: dict[bytes, int] = {}  # digest of a picture -> its place
+        self.places: dict[bytes, int] = {}  # digest of a picture -> its place
         self.coded: list[str] = []
 
     def add(self, frames: Iterable[np.ndarray]) -> list[int]:
@@ -159,10 +170,10 @@ class Pictures:
         places = []
         for frame in frames:
             digest = hashlib.sha256(repr(frame.shape).encode() + frame.tobytes()).digest()
-            if digest not in self.found:
-                self.found[digest] = len(self.coded)
+            if digest not in self.places:
+                self.places[digest] = len(self.coded)
                 self.coded.append(base64.b64encode(png(frame)).decode())
-            places.append(self.found[digest])
+            places.append(self.places[digest])
         return places
 
 

@@ -82,7 +82,9 @@ def markdown(results: Results) -> str:
         for each in results["differences"]
     )
     settings = tables.every_setting(results)
-    players = {readable(env): [_player(*each) for each in found.items()] for env, found in results["baselines"].items()}
+    players = {
+        readable(env): [_player(*each) for each in by_player.items()] for env, by_player in results["baselines"].items()
+    }
     goals = results.get("goals") or ()
     text = TEMPLATES.get_template("results.md.j2").render(
         headline=(["checkpoint", *(f"{column.title} ({column.note})" for column in columns)], rows),

@@ -70,10 +70,10 @@ def headline_table(results: Results, steps: Steps) -> Record:
 
 def about(results: Results, column: Column) -> list[str]:
     """Return a figure's note, its better direction, the number of items and the sampling setting."""
-    found = column.found(next(entry for entry in results["checkpoints"].values() if column.suite in entry))
+    figures = column.figures_in(next(entry for entry in results["checkpoints"].values() if column.suite in entry))
     note = "levels solved" if column.suite == "envs" else column.note.removesuffix(", lower is better")
     better = "lower is better" if tables.less_is_better(column.metric) else "higher is better"
-    items = f"{found.get('n', found.get('episodes'))} items"
+    items = f"{figures.get('n', figures.get('episodes'))} items"
     return list(filter(None, (note, better, items, column.setting and setting_of(column.setting))))
 
 
@@ -139,10 +139,10 @@ def differences(results: Results) -> Record:
         pair = each["from"], each["to"]
         if pair in steps and each["metric"] in metrics and is_headline(results, each):
             steps[pair].append(each)
-    ends = [abs(each[end]) for found in steps.values() for each in found for end in ("low", "high")]
+    ends = [abs(each[end]) for differences in steps.values() for each in differences for end in ("low", "high")]
     rows = [
-        (old, new, [(tables.what(each), tables.figure_of(each, "value")) for each in found])
-        for (old, new), found in steps.items()
+        (old, new, [(tables.what(each), tables.figure_of(each, "value")) for each in differences])
+        for (old, new), differences in steps.items()
     ]
     return {"reach": max(0.05, *ends), "steps": rows} if ends else {}
 
@@ -175,7 +175,7 @@ def first_levels(results: Results, transcripts: Sequence[Record], pictures: Pict
     for env in results["baselines"]:
         by_column = [played(results, transcripts, name, env) for name in columns]
         levels = sorted(set.intersection(*map(set, by_column)))[:LEVELS]
-        cells = [[play_again(results, found[level], pictures) for level in levels] for found in by_column]
+        cells = [[play_again(results, by_level[level], pictures) for level in levels] for by_level in by_column]
         if levels and any("frames" in cell for column in cells for cell in column):
             shares = [percent(results["checkpoints"][name]["envs"][env]["success"]) for name in columns]
             rows.append({"title": readable(env), "shares": shares, "cells": cells})

@@ -37,9 +37,9 @@ class Column:
 
     def get(self, entry: Record) -> Interval | None:
         """Return the figure from a checkpoint's part of results.json; None if its suite was not measured."""
-        return figure_of(self.found(entry), self.metric) if self.suite in entry else None
+        return figure_of(self.figures_in(entry), self.metric) if self.suite in entry else None
 
-    def found(self, entry: Record) -> Record:
+    def figures_in(self, entry: Record) -> Record:
         """Return all figures of its suite and part."""
         return entry[self.suite][self.part] if self.part else entry[self.suite]
 

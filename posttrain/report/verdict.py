@@ -3,7 +3,7 @@
 report.html and comparison.html compare every common figure of the headline table on common items. The intervals are
 paired and hold simultaneously at 95 % (Bonferroni), also for few items: an interval excludes zero only if an exact test
 rejects zero (`metrics.paired_interval`). If it includes zero, the page says how many items would show a difference of
-this size, or of 5 points if there is none: a normal approximation with 80 % power.
+this size, or of 5 points if both are equal: a normal approximation with 80 % power.
 
 A figure of several kinds of problems can hide a change of one kind. So if the verdict on the whole is “cannot tell”,
 the parts that changed are named, each at 95 % separately.
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class Comparison(NamedTuple):
     """One figure of two models: how `after` differs from `before` on n common items.
 
-    needed: items that would show a difference of this size, or of UNSEEN if there is none; 0 if every item is equal.
+    needed: items that would show a difference of this size, or of UNSEEN if both are equal; 0 if every item is equal.
     examples: the pairs of rows that differ most. parts: the change by kind of item, if there are several kinds.
     """
 
@@ -86,7 +86,7 @@ class Comparison(NamedTuple):
 
 
 def compare_models(before: Model, after: Model) -> list[Comparison]:
-    """Compare every figure of both models on common items with equal sampling; UserError if there is none."""
+    """Compare every figure of both models on common items with equal sampling; UserError without any."""
     if comparisons := _in_common(before, after, MOST_EXAMPLES):
         return comparisons
     raise UserError(
@@ -106,8 +106,8 @@ def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparis
     shared = [
         (c, columns_after[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in columns_after
     ]
-    common = [(c, pairs) for c, other in shared if c.setting == other.setting and _asked(before, c) == _asked(after, c)
-              if (pairs := common_rows(before, after, c))]  # fmt: skip
+    same = [c for c, d in shared if c.setting == d.setting and _conditions(before, c) == _conditions(after, c)]
+    common = [(column, pairs) for column in same if (pairs := common_rows(before, after, column))]
     return [compare_rows(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
 
@@ -134,7 +134,7 @@ def overall(comparisons: Sequence[Comparison]) -> tuple[str, str]:
     return word, "; ".join(f"{kind} in {', '.join(titles)}" for kind, titles in names.items() if titles)
 
 
-def _asked(model: Model, column: Column) -> list[Any]:
+def _conditions(model: Model, column: Column) -> list[Any]:
     """Return the settings, besides model and item, that influence an answer or an episode."""
     config = model.results["config"]
     suite = config["suites"][column.suite]

@@ -16,6 +16,6 @@ from .episodes import (
     play as play,
     sampler_of as sampler_of,
     set_up as set_up,
-    thoughts as thoughts,
 )
 from .late_rewards import score_late as score_late
+from .thoughts import thoughts as thoughts

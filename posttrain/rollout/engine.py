@@ -1,4 +1,4 @@
-"""Which engine writes the turns of this model?  The one asked for, or the fastest that its self-test allows."""
+"""Which engine writes the turns of this model?  That of the config, or the fastest that passes a self-test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from posttrain.models import UNFIT, attends_to_all
+from posttrain.models import UNFIT, attends_to_all, text_config
 from posttrain.rollout.engines.base import Sampler
 from posttrain.rollout.engines.compiled import CompiledSampler
 from posttrain.rollout.engines.remote import RemoteSampler, Servers
@@ -34,11 +34,16 @@ def open_engine(
     vllm_memory: float = 0.3,
     compiled: bool = False,
 ) -> Sampler:
-    """The engine asked for; `auto` takes the slot engine where a self-test on this very model proves it right, else
-    the one that replays, which must pass the same test.
+    """Return an engine for a model; `auto` is the slot engine if it passes a self-test on this model, else replay.
 
-    longest: the tokens that no conversation exceeds, where that is known. vllm_memory: vLLM's share of the device.
-    compiled: decode with the compiled step of the slot engine, and with nothing else.
+    Args:
+        stop_ids: the tokens that end a turn.
+        longest: tokens of the longest conversation, if known.
+        vllm_memory: the share of the device's memory that vLLM takes.
+        compiled: compile the decoding step; for the slot engine alone.
+
+    Raises:
+        UserError: the engine cannot sample from this model; `auto`: neither of the two engines can.
     """
     if engine == "vllm":
         return VLLMSampler(model, stop_ids, longest, vllm_memory)
@@ -58,7 +63,7 @@ def open_engine(
             " or engine=auto to let the self-test choose."
         )
     if (wrong := why_unfit(model, stop_ids, pad_id, ReplaySampler)) is not None:
-        also = "" if cause is None else f" Nor is there another way: {cause}."
+        also = "" if cause is None else f" It cannot be sampled with a kept KV cache either: {cause}."
         raise UserError(
             f"{name} cannot be sampled by replaying its history: {wrong}.{also} Take a model of another architecture."
         )
@@ -70,9 +75,13 @@ def open_engine(
 
 
 def open_servers(policy: Policy, urls: Sequence[str], folder: Path) -> RemoteSampler:
-    """vLLM's servers that play for this process: its share of them.
+    """Return a sampler over this process's share of the vLLM servers at `urls`.
 
-    folder: where weights may lie until vLLM has read them. A UserError where one is not there, or does not fit.
+    Args:
+        folder: where weights are written for vLLM to read.
+
+    Raises:
+        UserError: a server does not answer, or does not fit the policy.
     """
     if few := launcher.servers_for(parallel.size(), list(urls)):
         raise UserError(few)
@@ -83,10 +92,11 @@ def open_servers(policy: Policy, urls: Sequence[str], folder: Path) -> RemoteSam
 
 
 def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler) -> str | None:
-    """Why this engine, ours with a kept cache or the one that replays, cannot be used for this model, in words.
+    """Return why an engine cannot sample from this model, as the end of a sentence; None if it can.
 
-    None where it can. What tells of the device and not of the model (no memory left, a CUDA error) is raised. A
-    UserError where the model gives no numbers.
+    Raises:
+        UserError: the model's log-probs are NaN.
+        RuntimeError: the device failed (out of memory, a CUDA error), which says nothing about the model.
     """
     keeps = issubclass(engine, SlotSampler)
     if keeps and not attends_to_all(model):
@@ -109,52 +119,54 @@ def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engi
 def _compare(
     model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler
 ) -> tuple[float, float]:
-    """The largest difference of a log-prob in the self-test, and the largest that is rounding.
+    """Return the largest difference of a log-prob in the self-test, and the largest that rounding explains.
 
-    Computed in float32, without autocast: bfloat16 alone makes differences of .2 nats. Of weights in half precision a
-    copy is made, where the memory allows one.
+    Computed in float32, without autocast: bfloat16 alone makes differences of .2 nats. Weights in half precision are
+    copied if the memory allows it.
     """
     with torch.autocast(model.device.type, enabled=False):
         if _can_copy(model):
-            return _largest_difference(copy.deepcopy(model).float(), stop_ids, pad_id, engine), 1e-3
+            in_float32 = copy.deepcopy(model).float()  # pyright: ignore[reportUnknownMemberType]
+            return _largest_difference(in_float32, stop_ids, pad_id, engine), 1e-3
         return _largest_difference(model, stop_ids, pad_id, engine), 1e-3 if model.dtype == torch.float32 else 0.25
 
 
 def _can_copy(model: PreTrainedModel) -> bool:
-    """Whether these are weights in half precision of which there is room for a copy in float32."""
+    """Return whether the weights are in half precision and a copy in float32 fits into the memory."""
     if model.dtype not in (torch.bfloat16, torch.float16) or getattr(model, "is_quantized", False):
         return False
     if model.device.type != "cuda":
         return True
-    needed = 8 * sum(parameter.numel() for parameter in model.parameters())  # a copy, and another one while it grows
+    needed = 8 * sum(parameter.numel() for parameter in model.parameters())  # the copy, and one more while it is made
     return needed < torch.cuda.mem_get_info(model.device)[0]
 
 
 def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine) -> float:
+    """Sample two turns in three conversations; return the largest difference from a full forward pass, in nats."""
     sampler = engine(model, stop_ids, pad_id)
-    plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in set(stop_ids)][:64]
-    handles = sampler.open([plain[:5], plain[3:15], plain[:5]])
+    plain = [token for token in range(text_config(model).vocab_size) if token not in set(stop_ids)][:64]
+    rows = [plain[:5], plain[3:15], plain[:5]]
+    handles = sampler.open(rows)
     params = SamplingParams(max_new_tokens=4)
-    start = [5, 12, 5]
-    spans: list[list[tuple[int, Completion]]] = [[], [], []]
+    turns: list[list[tuple[int, Completion]]] = [[], [], []]  # of each row: where each turn begins, and what it is
     for turn in range(2):
-        for row, done in enumerate(sampler.sample(handles, params, [turn * 3 + row for row in range(3)])):
-            spans[row].append((start[row], done))
+        for row, completion in enumerate(sampler.sample(handles, params, [turn * 3 + row for row in range(3)])):
+            turns[row].append((len(rows[row]), completion))
             reply = plain[7 : 10 + row]
             sampler.append(handles[row], reply)
-            start[row] += len(done.ids) + len(reply)
-    worst = [0.0]
+            rows[row] += completion.ids + reply
+    differences = [0.0]
     with torch.no_grad():
-        for row, handle in enumerate(handles):
-            ids_1T = torch.tensor([sampler._ids[handle]], device=model.device)
+        for row, ids in enumerate(rows):
+            ids_1T = torch.tensor([ids], device=model.device)
             logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(-1)
             if logprobs_TV.isnan().any():
                 raise UserError(
-                    f"{type(model).__name__} gives probabilities that are no numbers (NaN), so its weights are damaged:"
-                    " a training that diverged leaves such ones. Take an earlier checkpoint, or another model."
+                    f"{type(model).__name__} gives probabilities that are not numbers (NaN), so its weights are"
+                    " damaged, as by training that diverged. Take an earlier checkpoint, or another model."
                 )
-            for begin, done in spans[row]:
-                for n, (token, logprob) in enumerate(zip(done.ids, done.logprobs, strict=True)):
-                    difference = abs(logprobs_TV[begin + n - 1, token].item() - logprob)
-                    worst.append(math.inf if math.isnan(difference) else difference)
-    return max(worst)
+            for start, completion in turns[row]:
+                for n, (token, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True)):
+                    difference = abs(logprobs_TV[start + n - 1, token].item() - logprob)
+                    differences.append(math.inf if math.isnan(difference) else difference)
+    return max(differences)

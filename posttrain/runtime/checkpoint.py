@@ -39,10 +39,15 @@ _claimed: dict[Path, IO[str]] = {}
 
 
 def save(folder: Path, write: Callable[[Path], object], **meta: Any) -> Path:
-    """Let `write(temporary_folder)` fill a checkpoint, then put it at `folder` in one rename.
+    """Write a checkpoint, whole or not at all, and return its folder.
 
-    An existing `folder` is replaced only after the new one is complete.  Example of the result:
+    An existing `folder` is replaced only after the new one is complete. Example of the result:
         final/model.safetensors  final/config.json  ...  final/manifest.json
+
+    Args:
+        folder: the checkpoint's folder.
+        write: writes the files into the temporary folder that it gets; one rename puts this at `folder`.
+        **meta: values to store in the manifest, as `step`.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -68,9 +73,13 @@ def save(folder: Path, write: Callable[[Path], object], **meta: Any) -> Path:
 
 
 def seal(folder: Path, **meta: Any) -> dict[str, Any]:
-    """Write the manifest of a folder whose files are complete, for checkpoints that another library wrote.
+    """Write and return the manifest of a folder whose files are complete, for checkpoints that another library wrote.
 
-    All files get the permissions that the umask asks for: safetensors writes weights that only their owner may read.
+    All files get the permissions of the umask: safetensors writes weights that only their owner may read.
+
+    Args:
+        folder: the checkpoint's folder.
+        **meta: values to store in the manifest, as `step`.
     """
     folder = Path(folder)
     unnamed = folder / f"{MANIFEST}.partial"
@@ -104,8 +113,15 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def verify(folder: Path, *, weights: bool = True) -> dict[str, Any]:
-    """Return the manifest of a checkpoint in which every byte is as it was written; otherwise raise a UserError that
-    says what is wrong. Without `weights` the large files are not read, only configuration, tokenizer and template."""
+    """Return the manifest of a checkpoint after comparing every file with it.
+
+    Args:
+        folder: the checkpoint's folder.
+        weights: compare the large files, too; otherwise only configuration, tokenizer and template.
+
+    Raises:
+        UserError: a file is missing or differs from what was written.
+    """
     folder = Path(folder)
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
@@ -128,7 +144,8 @@ def verify(folder: Path, *, weights: bool = True) -> dict[str, Any]:
 def verify_if_sealed(folder: Path, *, weights: bool = True) -> None:
     """Verify a model's folder, which may come from elsewhere and have no manifest.
 
-    UserError where the manifest of a phase's folder is missing: changes of its files would go unnoticed.
+    Raises:
+        UserError: the files differ from the manifest, or a phase's folder has none: changes would go unnoticed.
     """
     folder = Path(folder)
     if os.path.exists(folder / MANIFEST):
@@ -150,7 +167,11 @@ def is_whole(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest without checking the files. UserError: there is none that can be read."""
+    """Return the manifest without checking the files.
+
+    Raises:
+        UserError: the manifest is missing or cannot be read.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a checkpoint: there is no such folder.")
@@ -171,7 +192,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """Return a model's weight files: those that the index names, or the single file, never others in the folder.
 
-    UserError where there are none.
+    Raises:
+        UserError: the folder has no weights.
     """
     folder = Path(folder)
     if (folder / WEIGHTS).is_file():
@@ -201,9 +223,12 @@ def numbered(run_dir: Path, name: str = "checkpoint") -> list[tuple[int, Path]]:
 def latest_good(
     run_dir: Path, say: Callable[[str], object] = print, also: Callable[[Path], object] | None = None
 ) -> Path | None:
-    """Return the checkpoint with the highest number that verifies; `say` gets a line for each newer one that does not.
+    """Return the newest checkpoint that verifies; None without one.
 
-    `also(folder)` is a further check that may raise a UserError.
+    Args:
+        run_dir: the run's folder.
+        say: called with a line for each newer checkpoint that does not verify.
+        also: a further check of a checkpoint's folder, which may raise a UserError.
     """
     for _, folder in reversed(numbered(run_dir)):
         try:
@@ -247,13 +272,21 @@ def _worth_keeping(path: Path) -> bool:
 
 
 def claim(output_dir: Path, resume: bool) -> None:
-    """Lock the output folder for this process. UserError: it holds a run, or another process writes to it."""
+    """Lock the output folder for this process.
+
+    Raises:
+        UserError: it holds a run, or another process writes to it.
+    """
     in_use(Path(output_dir), resume)
     lock_folder(Path(output_dir))
 
 
 def lock_folder(output_dir: Path) -> None:
-    """Lock the output folder, which may hold files, for this process. UserError: another process has locked it."""
+    """Lock the output folder, which may hold files, for this process.
+
+    Raises:
+        UserError: another process has locked it.
+    """
     key = output_dir.resolve()
     if key in _claimed:
         return

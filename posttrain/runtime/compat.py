@@ -57,10 +57,10 @@ def chunked_logprobs(
     cap: float | None = None,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-prob of each token and the entropy there, both (S,), with gradient; `columns` of the logits at a time.
+    """Return the log-prob of each token and the entropy at its position, in nats, both (S,), with gradient.
 
-    TRL's own function, `TOKEN_CHUNK_SIZE` rows at a time, with a Triton kernel on a GPU. Its arguments have an order
-    and no names. Until TRL has a function for it.
+    TRL's own function, `TOKEN_CHUNK_SIZE` rows at a time, with a Triton kernel on a GPU. It takes its arguments by
+    position. Until TRL has a function for it. `columns`: columns of the logits to compute at a time.
     """
     logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
         hidden_SD, weight_VD, bias_V, tokens_S, temperature, columns, cap, scale, ("entropy",)
@@ -81,7 +81,7 @@ def score_trained_positions_only() -> None:
 
 
 def score_few_columns(columns: int) -> None:
-    """Let TRL's trainers make so many columns of the logits at a time, where they make 32,768 on every device.
+    """Make TRL's trainers compute `columns` columns of the logits at a time instead of 32,768.
 
     On a CPU each tile lies in memory in ten forms, for which TRL has one kernel on a GPU. The loss is the same up to
     rounding. Until TRL takes the number as a setting.
@@ -93,9 +93,9 @@ def score_few_columns(columns: int) -> None:
 
 
 def replace_reference_bar(shown: Callable[..., Iterator[Any]]) -> None:
-    """Let DPOTrainer go through `shown(iterable, desc, disable)` while it asks the reference.
+    """Let DPOTrainer iterate over `shown(iterable, desc, disable)` while it computes the reference's log-probs.
 
-    Its own bar is redrawn into a log file many times a second, and knows no other switch than to be silent. Until TRL
+    Its own bar writes to a log file many times a second, and can only be switched off. Until TRL
     takes a bar, or writes lines where there is no terminal.
     """
     from trl.trainer import dpo_trainer
@@ -126,7 +126,7 @@ def write_no_model_card(trainer: Any) -> None:
 def tokenizer_of_each_request(handler: Any) -> Any:
     """Return this handler of transformers' server with its own `tokenizer` for all text, whatever model it has.
 
-    Until transformers reads prompts beside its event loop: the whole server waits for it.
+    Until transformers tokenises prompts outside its event loop: the whole server waits for it.
     """
 
     class Own(handler):

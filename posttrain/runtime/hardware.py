@@ -28,9 +28,12 @@ os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return "auto", "cpu", "cuda" or "mps" as this process's device; torchrun numbers GPUs in LOCAL_RANK.
+    """Return this process's device for "auto", "cpu", "cuda" or "mps"; torchrun numbers GPUs in LOCAL_RANK.
 
     "auto" never takes mps, on which this project has not run.
+
+    Raises:
+        UserError: this machine does not have the device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,7 +93,8 @@ def _cpu_flags() -> frozenset[str]:
 def settle(cfg: TrainingConfig) -> TrainingConfig:
     """Return the config of a phase with trainer.bf16 set for this machine where it is left open.
 
-    UserError where the launcher asks for what this run cannot do.
+    Raises:
+        UserError: this run does not support the launcher's settings.
     """
     launcher.check_launch(cfg)
     if trainer_field(cfg, "bf16") is not None:
@@ -107,7 +111,7 @@ def settle(cfg: TrainingConfig) -> TrainingConfig:
 
 
 def trainer_field(cfg: Any, name: str) -> Any:
-    """Return a key of the section `trainer`, which is TRL's dict in phases 1 and 2 and our own section in phase 3."""
+    """Return a key of the section `trainer`: TRL's dict in phases 1 and 2, this project's own section in phase 3."""
     return cfg.trainer.get(name) if isinstance(cfg.trainer, dict) else getattr(cfg.trainer, name, None)
 
 

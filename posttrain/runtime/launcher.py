@@ -48,9 +48,10 @@ def sharding() -> Sharding:
 
 
 def check_launch(cfg: Any) -> None:
-    """Raise UserError for a launch of too few processes, or for a sharding that this config does not support.
+    """Raise UserError for a launch with too few processes, or with a sharding that this config does not support.
 
-    cfg: a phase's; the one with a section `algorithm` is phase 3's.
+    Args:
+        cfg: the config of a phase.
     """
     _check_processes()
     for variable in OTHERS:
@@ -86,7 +87,7 @@ def not_sharded(cfg: Any) -> str:
 
 
 def servers_for(processes: int, servers: list[str]) -> str:
-    """Return why there are too few rollout servers for this many processes; "" where there are not."""
+    """Return why there are too few rollout servers for this many processes; "" if there are enough."""
     if not servers or len(servers) >= processes:
         return ""
     return (
@@ -98,7 +99,7 @@ def servers_for(processes: int, servers: list[str]) -> str:
 def _check_processes() -> None:
     """Raise UserError where accelerate has started ONE process on CPUs, whatever `--num_processes` says."""
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ
-    address = os.environ.get("MASTER_ADDR", "")  # set where several were asked for, or by a cluster for every job
+    address = os.environ.get("MASTER_ADDR", "")  # set for several processes, and by some clusters for every job
     if by_accelerate and address and (is_on("ACCELERATE_USE_CPU") or address == "127.0.0.1"):
         raise UserError(
             "`accelerate launch` was to start several processes and has started one: with --cpu, use_cpu: true or"

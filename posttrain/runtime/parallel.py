@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,17 @@ from posttrain.types import UserError
 
 TIMEOUT = 6 * 3600  # seconds that processes wait for one that streams a large source, or writes to a slow disk
 SHUTDOWN = 3600  # seconds after a signal that a step may still take, with its checkpoint
+T = TypeVar("T")
 
 
 def join(device: torch.device, timeout: float = TIMEOUT) -> None:
-    """Join the other processes of a launch; TRL's trainers use what is set up here.
+    """Join the other processes of a launch; TRL's trainers use the same process group.
 
     NCCL's own limit is ten minutes, and without `device_id` it guesses which GPU belongs to a process.
+
+    Args:
+        device: of this process.
+        timeout: seconds to wait for another process.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         patience = timedelta(seconds=timeout)
@@ -75,7 +80,7 @@ def mine(count: int) -> range:
     return range(rank() * count // size(), (rank() + 1) * count // size())
 
 
-def gather(items: list[Any]) -> list[Any]:
+def gather(items: list[T]) -> list[T]:
     """Return every process's items, dealt out by `mine`, in their original order, on every process."""
     if size() == 1:
         return items

@@ -28,7 +28,7 @@ FREE_TO_CHANGE = (
 def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
     """Raise UserError with every setting in which a resumed run differs from the run that was started.
 
-    Damaged logs, to which it could not append, are errors here as well, before any work.
+    A damaged metrics.jsonl, which the run could not continue, is such an error, too.
     """
     for log in ("metrics.jsonl", "transcripts.jsonl", "alarms.jsonl", "shown.jsonl"):
         if (Path(output_dir) / log).exists():
@@ -51,7 +51,10 @@ def same_batches(output_dir: Path, cfg: TrainingConfig) -> TrainingConfig:
     """Return the config of a resumed run of phase 1 or 2 with which these processes train on the same batches.
 
     A batch is per_device_train_batch_size x gradient_accumulation_steps x processes rows; the accumulation makes up for
-    the processes. UserError where it cannot, or where a checkpoint is of another kind of sharding.
+    the processes.
+
+    Raises:
+        UserError: it cannot, or a checkpoint has another kind of sharding.
     """
     earlier = _begun(Path(output_dir))
     now, kind = launcher.processes(), launcher.sharding()
@@ -82,7 +85,7 @@ def same_batches(output_dir: Path, cfg: TrainingConfig) -> TrainingConfig:
 
 
 def begun_processes(cfg: TrainingRun, args: Any) -> int:
-    """Return how many processes this config's accumulation is meant for. args: those of transformers' Trainer."""
+    """Return the number of processes for which this config's accumulation is meant; `args` is a TrainingArguments."""
     trainer: dict[str, Any] = cfg.trainer  # type: ignore[attr-defined]
     return args.world_size * args.gradient_accumulation_steps // trainer.get("gradient_accumulation_steps", 1)
 

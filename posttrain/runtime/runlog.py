@@ -86,7 +86,7 @@ class Progress:
         self._console = console or Console(stderr=True)
         self._figures: dict[str, float] = {}
         self._spoke = -math.inf
-        self._said: tuple[int, dict[str, float]] | None = None  # by the last line
+        self._last_line: tuple[int, dict[str, float]] | None = None  # step and figures
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         if is_main_process() and self._console.is_terminal:
@@ -116,7 +116,7 @@ class Progress:
             self._bar.update(self._task, note=self._note(self.done < self.total))
             self._bar.stop()
             self._bar = None
-        elif self._spoke > -math.inf and (self.done < self.total or self._said != (self.done, self._figures)):
+        elif self._spoke > -math.inf and (self.done < self.total or self._last_line != (self.done, self._figures)):
             self._line(over=True)
         self._spoke = -math.inf
 
@@ -128,7 +128,7 @@ class Progress:
 
     def _line(self, over: bool = False) -> None:
         """Print a plain line. over: no more updates will come, even where less was done than planned."""
-        self._spoke, self._said = time.monotonic(), (self.done, dict(self._figures))
+        self._spoke, self._last_line = time.monotonic(), (self.done, dict(self._figures))
         percent = 100 * self.done / self.total if self.total else 100
         stopped = over and self.done < self.total
         far = f"{self.done}/{self.total} {self.unit}s, {percent:.0f} %"
@@ -182,7 +182,8 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a `metrics.jsonl` (or another file with steps); a torn row at its end is left out.
 
-    UserError for a row that is damaged or has no step.
+    Raises:
+        UserError: a row is damaged or has no step.
     """
     remedy = "Remove that line (the others are kept), then continue."
     rows = files.read_json_lines(path, remedy)

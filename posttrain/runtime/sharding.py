@@ -43,10 +43,8 @@ def number(value: torch.Tensor) -> float:
 def whole_weights(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return every weight by its name, whole and on the CPU; {} in all processes but the first.
 
-    Every process has to call it.
-
-    One weight at a time: no process holds more of the model than its share and one weight. Under DeepSpeed what is
-    trained comes from the optimizer's float32 copy.
+    Every process has to call it. It gathers one weight at a time: no process holds more of the model than its share and
+    one weight. Under DeepSpeed, trained weights come from the optimizer's float32 copy.
     """
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in net.state_dict(keep_vars=True).items():
@@ -72,10 +70,11 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def place(models: dict[str, Any], device: torch.device) -> Placement:
-    """Return where the weights of these models are from now on: here, or with FSDP2 a share in each process.
+    """Return an object that holds these models' weights from now on: here, or with FSDP2 a share in each process.
 
     Args:
-        models: by name; None where the run has none of this name.
+        models: the models by name; None where the run has no model of this name.
+        device: of this process.
     """
     return Shards(models, device) if launcher.sharding() == "fsdp2" else Placement(models, device)
 
@@ -242,7 +241,7 @@ class Shards(Placement):
 
 
 def _blocks(net: Any) -> list[torch.nn.Module]:
-    """The layers of every decoder in a model, each of which is gathered by itself."""
+    """Return the layers of every decoder in a model, each of which is gathered alone."""
     configs = [module.config.get_text_config() for module in net.modules() if isinstance(module, PreTrainedModel)]
     counts = {config.num_hidden_layers for config in configs}
     lists = [module for module in net.modules() if isinstance(module, torch.nn.ModuleList) and len(module) in counts]
@@ -250,12 +249,12 @@ def _blocks(net: Any) -> list[torch.nn.Module]:
 
 
 def _empty(parameter: torch.nn.Parameter) -> None:
-    """Keep a parameter's shape and none of its memory; whoever uses it finds nan."""
+    """Keep a parameter's shape and free its memory; its values are nan."""
     parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def _share(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """This process's share of a tensor that every process has, as `like` is spread."""
+    """Return this process's share of a tensor that every process has whole, sharded as `like` is."""
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 

@@ -18,11 +18,20 @@ FIGURES = ("eval_loss", "eval_mean_token_accuracy", "eval_rewards/accuracies", "
 
 
 def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed: Any) -> Any:
-    """Return TRL's SFTConfig or DPOConfig: the config's `trainer` section over the device's defaults, `fixed` over all.
+    """Return TRL's SFTConfig or DPOConfig from a config.
 
     Activations are recomputed only where memory is scarce: TRL does so everywhere, and on a CPU it only costs time.
-    bfloat16, which TRL switches on everywhere as well, is as `hardware.settle` has put it into the config. The first
-    step is logged, and `Reporter` logs the last one: a run on little data may be shorter than `logging_steps`.
+    bfloat16, which TRL switches on everywhere, is as `hardware.settle` has set it in the config. The first step is
+    logged, and `Reporter` logs the last one: a run on little data may be shorter than `logging_steps`.
+
+    Args:
+        kind: SFTConfig or DPOConfig.
+        cfg: SFTRun or DPORun, whose section `trainer` replaces the defaults for the device.
+        device: of this process.
+        **fixed: fields that the config cannot change.
+
+    Raises:
+        UserError: fields cannot be used together, or would have no effect.
     """
     defaults = {
         "gradient_checkpointing": device.type == "cuda",
@@ -132,7 +141,7 @@ def _weights(losses: int) -> str:
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the losses that read label_smoothing
 
 
-def _check_effect(args: Any, given: dict[str, Any]) -> None:
+def _check_effect(args: Any, fields: dict[str, Any]) -> None:
     """Raise ValueError for settings that TRL and transformers accept and then ignore.
 
     given: the section `trainer` of the config, without their defaults.
@@ -163,8 +172,8 @@ def _check_effect(args: Any, given: dict[str, Any]) -> None:
     if losses == "dft":
         useless["label_smoothing_factor"] = "loss_type=dft smooths no labels: write loss_type=nll, or leave it out"
     for key, why in useless.items():
-        if why and given.get(key) not in (None, False, 0, "reverse_kl"):
-            raise ValueError(f"{key}={given[key]} would have no effect, for {why}")
+        if why and fields.get(key) not in (None, False, 0, "reverse_kl"):
+            raise ValueError(f"{key}={fields[key]} would have no effect, for {why}")
     alone = args.per_device_train_batch_size == 1 and pairs and {*losses} & {"aot", "aot_unpaired"}
     if alone:
         raise ValueError(

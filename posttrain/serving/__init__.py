@@ -1,4 +1,4 @@
-"""How does somebody talk to a model?  Chat in the terminal and the browser, an OpenAI-compatible server, publishing.
+"""How does a person talk to a model?  Chat in the terminal and the browser, an OpenAI-compatible server, publishing.
 
 The script inference_with_improved_settings.py puts the chats together.
 """

@@ -74,7 +74,7 @@ def answer_console() -> Console:
 
 
 def show_beside(answers: dict[str, Answer], cfg: ChatRun, stopped: Callable[[], bool]) -> None:
-    """Show all answers, side by side or, on a narrow terminal, one after another; then their figures."""
+    """Print all answers, side by side or, on a narrow terminal, one after another; then their figures."""
     out = answer_console()
     if out.is_terminal and out.width >= NARROW * len(answers):
         in_columns(out, answers, cfg, stopped)

@@ -39,14 +39,21 @@ COLOURS = {
 
 
 def open_played_env(cfg: ChatRun, name: str) -> TextEnv:
-    """Return the environment to play, with the options that the config gives it."""
+    """Return the environment to play, with the options that the config gives it.
+
+    Raises:
+        UserError: there is no such environment, or it cannot be played with `protocol.parser`.
+    """
+    from posttrain.config import check_parser
     from posttrain.rollout import open_env
 
     section = next((env for env in cfg.envs if env.title == name), EnvSection(name=name))
     try:
-        return open_env(section)
+        env = open_env(section)
     except (ValueError, TypeError) as error:  # TypeError: an option of the wrong type, size=big
         raise UserError(f"--play {name}: {error}") from error
+    check_parser(cfg.protocol, env)
+    return env
 
 
 class PlayedLevel:
@@ -101,7 +108,16 @@ class PlayedLevel:
 def show_levels(
     generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
 ) -> None:
-    """Play levels of the evaluator and show observations, answers, rewards and results."""
+    """Play levels of the evaluator and show observations, answers, rewards and results.
+
+    Args:
+        generator: the model.
+        env: the environment.
+        cfg: config of the chat.
+        setting: sampling of the model.
+        episodes: number of levels.
+        delay: seconds between turns.
+    """
     from posttrain import metrics
 
     out, won = display.answer_console(), 0

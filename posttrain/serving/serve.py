@@ -87,8 +87,7 @@ def check_model_argument(model: str) -> None:
 
     if not is_serve_available():
         raise UserError(
-            "The server needs the packages fastapi and uvicorn: `pip install` their two lines of "
-            "requirements-extras.txt."
+            "The server needs the packages fastapi and uvicorn: `pip install '.[serve]'` in this project's folder."
         )
     folder = Path(model)
     if not folder.exists() and not HUB_NAME.fullmatch(model):
@@ -115,7 +114,11 @@ def chosen_key(option: str, host: str) -> str | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address, before a model is loaded; UserError if that fails."""
+    """Return a socket that listens at this address, before a model is loaded.
+
+    Raises:
+        UserError: the address is in use or not allowed.
+    """
     if not 0 <= port < 65536:  # getaddrinfo would take the remainder
         raise UserError(f"--port {port} is not a port: write a number from 0, which takes a free one, to 65535.")
     try:
@@ -229,7 +232,7 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
         """A handler that refuses with status 400 what it cannot do."""
 
         def prompt(self, body: dict[str, Any]) -> list[int]:
-            """Return the ids of the prompt; UserError if there is none."""
+            """Return the ids of the prompt; UserError without one."""
             raise NotImplementedError
 
         def read(self, raw: bytes) -> dict[str, Any]:

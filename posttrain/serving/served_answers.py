@@ -24,19 +24,19 @@ class Cutter:
     """A filter that ends a text before the first of several stop texts, however the text is cut into pieces.
 
     >>> cutter = Cutter(["The end"])
-    >>> [cutter.take(piece) for piece in ("So. T", "he", "re. The e", "nd of it")], cutter.found
+    >>> [cutter.take(piece) for piece in ("So. T", "he", "re. The e", "nd of it")], cutter.stopped
     (['So. ', '', 'There. ', ''], True)
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops, self.found, self._held = stops, False, ""
+        self.stops, self.stopped, self._held = stops, False, ""
 
     def take(self, piece: str) -> str:
         """Return the text that can be sent now; the beginning of a stop text is held back until the next piece."""
         text, self._held = self._held + piece, ""
         ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
         if ends:  # the one that is complete first
-            self.found = True
+            self.stopped = True
             return text[: min(ends)[1]]
         sizes = [range(1, min(len(stop), len(text) + 1)) for stop in self.stops]
         begun = (n for stop, some in zip(self.stops, sizes, strict=True) for n in some if text.endswith(stop[:n]))
@@ -94,7 +94,7 @@ class Writer(BaseStreamer):
             piece = self._decoding.step(self.tokenizer, token) or ""
             self._decoded += piece
             self._send_text(self.cutter.take(piece))
-            if self.cutter.found:
+            if self.cutter.stopped:
                 self.stopped = True
                 raise Ended
 
@@ -103,7 +103,7 @@ class Writer(BaseStreamer):
 
     def close(self) -> None:
         """Send the text that was held back, also an incomplete character at the end."""
-        if not self.cutter.found:
+        if not self.cutter.stopped:
             whole = self.tokenizer.decode(self.ids, skip_special_tokens=self._plain)
             half = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
             self._send_text(self.cutter.take(half) + self.cutter.rest())

@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from posttrain.runtime import distinct, integers, numbered
+
 # Per episode
 
 
@@ -36,7 +38,7 @@ def rloo(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
     >>> rloo(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]))
     tensor([ 1.0000, -0.5000, -0.5000])
     """
-    _, index_B, count_G = group_B.unique(return_inverse=True, return_counts=True)
+    index_B, count_G = numbered(group_B)
     count_B = count_G[index_B]
     return grpo(rewards_B, group_B, std=False) * count_B / (count_B - 1).clamp(min=1)
 
@@ -66,7 +68,7 @@ def group_moments(rewards_B: torch.Tensor, group_B: torch.Tensor) -> tuple[torch
     Taken from the group's smallest reward upwards, so that equal rewards have deviation 0 to the last bit.
     """
     assert rewards_B.isfinite().all()
-    _, index_B, count_G = group_B.unique(return_inverse=True, return_counts=True)
+    index_B, count_G = numbered(group_B)
     zero_G = rewards_B.new_zeros(len(count_G))
     least_B = zero_G.scatter_reduce(0, index_B, rewards_B, "amin", include_self=False)[index_B]
     above_B = rewards_B - least_B
@@ -121,7 +123,7 @@ def state_buckets(states_N: Sequence[Hashable], group_N: torch.Tensor) -> torch.
     [0, 1, 0, 2]
     """
     number: dict[tuple[int, Hashable], int] = {}
-    numbers = [number.setdefault(key, len(number)) for key in zip(group_N.tolist(), states_N, strict=True)]
+    numbers = [number.setdefault(key, len(number)) for key in zip(integers(group_N), states_N, strict=True)]
     return torch.tensor(numbers, dtype=torch.long, device=group_N.device)
 
 
@@ -240,7 +242,7 @@ def whiten(
     trained_S = torch.ones_like(advantages_S, dtype=torch.bool) if trained_S is None else trained_S
     env_S = torch.zeros_like(advantages_S, dtype=torch.long) if env_S is None else env_S
     out_S = advantages_S.clone()
-    for env in env_S[trained_S].unique():
+    for env in distinct(env_S[trained_S]):
         own_S = trained_S & (env_S == env)
         out_S[own_S] = _whitened(advantages_S[own_S])
     return out_S
@@ -254,7 +256,7 @@ def _whitened(advantages_S: torch.Tensor) -> torch.Tensor:
 def _places(episode_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Number of the episode without gaps, and place of the turn in it: [3, 3, 7] -> [0, 0, 1], [0, 1, 0]."""
     assert (episode_N[1:] >= episode_N[:-1]).all(), "turns of one episode stand together, in order"
-    _, row_N, count_B = episode_N.unique_consecutive(return_inverse=True, return_counts=True)
+    row_N, count_B = numbered(episode_N)
     start_B = count_B.cumsum(0) - count_B
     return row_N, torch.arange(len(row_N), device=row_N.device) - start_B[row_N]
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from posttrain.data import SOURCES, TokenData, load_prompts
 from posttrain.models import Chat, kl_backward, microbatches, trained_states
 from posttrain.rollout import Sampler, complete
 from posttrain.runtime import checkpoint, parallel, runlog
-from posttrain.types import SamplingParams, derive_seed
+from posttrain.types import Record, SamplingParams, derive_seed
 
 if TYPE_CHECKING:
     from posttrain.starpo.learner import Learner
@@ -79,12 +79,12 @@ def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
     return rows
 
 
-def sources(cfg: StarPORun) -> list[dict[str, Any]]:
+def sources(cfg: StarPORun) -> list[Record]:
     """Return what the model card says of the prompts: data sets, licences and rows; none without distillation."""
     file = Path(cfg.output_dir) / FOLDER / SOURCES
     if not file.exists():  # a run without distillation, or begun before the file was written
         return []
-    records: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    records: list[Record] = json.loads(file.read_text(encoding="utf-8"))
     return [source | {"kind": f"{source['kind']}, prompts alone"} for source in records]
 
 
@@ -107,7 +107,7 @@ def _sample(
         ),
         chat,
     )
-    ids = prompts.train["prompt_ids"][:] + prompts.eval["prompt_ids"][:]
+    ids: list[list[int]] = [*prompts.train["prompt_ids"][:], *prompts.eval["prompt_ids"][:]]
     mine = parallel.mine(len(ids))
     with runlog.Progress(len(mine), "answers to old prompts", unit="row") as progress:
         completions = complete(
@@ -202,7 +202,7 @@ class Distillation:
             total += kl * counts
         return total
 
-    def _without_adapter(self) -> AbstractContextManager[Any]:
+    def _without_adapter(self) -> AbstractContextManager[object]:
         """Make the policy the teacher inside, where there is no reference."""
         return nullcontext() if self.teacher is not None else self.learner.model.disable_adapter()
 

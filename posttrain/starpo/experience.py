@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from posttrain.runtime import distinct
 from posttrain.types import Trajectory, derive_seed
 
 
@@ -61,7 +62,10 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, episodes: Sequence[Trajectory]) -> Batch:
         """Return these episodes, of which each has a sampled token in every turn, as tensors."""
-        turns, tokens, rows, start = [], [], [], 0
+        turns: list[int] = []  # of each turn: the number of its episode
+        tokens: list[int] = []  # of each turn: how many were sampled
+        rows: list[BatchRow] = []
+        start = 0
         for number, episode in enumerate(episodes):
             turns += [number] * episode.turns
             tokens += episode.turn_tokens
@@ -122,11 +126,10 @@ class Experience(NamedTuple):
             count: optimizer steps in an epoch, each of whole groups, in a seeded order.
         """
         lengths_B = torch.bincount(self.batch.episode_S, minlength=len(self.batch.episodes)) * self.trains_B
-        steps = []
+        steps: list[Minibatch] = []
         for epoch in range(epochs):
-            groups = sorted(
-                self.batch.group_B.unique().tolist(), key=lambda group: derive_seed(seed, "order", step, epoch, group)
-            )
+            groups = distinct(self.batch.group_B)
+            groups.sort(key=lambda group: derive_seed(seed, "order", step, epoch, group))
             for part in range(count):
                 chosen_B = torch.isin(self.batch.group_B, torch.tensor(groups[part::count]))
                 steps.append(Minibatch(epoch * count + part, lengths_B * chosen_B))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from posttrain.runtime import distinct, integers
 from posttrain.starpo.advantages import group_moments
 from posttrain.types import Trajectory
 
@@ -92,7 +93,7 @@ def keep_groups(
     """
     order_G = torch.tensor(range(len(score_G)) if ties is None else ties, dtype=torch.long, device=score_G.device)
     envs_G = torch.zeros_like(order_G) if env_G is None else torch.tensor(env_G, device=score_G.device)
-    envs = list(dict.fromkeys(envs_G[order_G].tolist()))
+    envs = list(dict.fromkeys(integers(envs_G[order_G])))
     order_G = order_G[score_G[order_G].argsort(descending=not smallest, stable=True)]
     order_G = order_G[~score_G[order_G].isnan()]
     if not keep_zero:
@@ -154,7 +155,7 @@ def soft_weights(score_G: torch.Tensor, env_G: Sequence[int] | None = None) -> t
     score_G = score_G.nan_to_num(0.0).clamp(min=0)
     envs_G = torch.zeros(len(score_G), dtype=torch.long) if env_G is None else torch.tensor(env_G)
     out_G = torch.zeros_like(score_G)
-    for env in envs_G.unique():
+    for env in distinct(envs_G):
         own_G = envs_G == env
         out_G[own_G] = score_G[own_G] / score_G[own_G].max().clamp(min=1e-10)
     return out_G

@@ -8,12 +8,13 @@ out the micro-batches, whoever played their episodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from posttrain.config import StarPORun
 from posttrain.models import Chat, Prefixes, head_logprobs, microbatches, prefix_of, trained_states, worth_sharing
@@ -49,10 +50,10 @@ class Forward(NamedTuple):
 
 
 class Models(NamedTuple):
-    """The models of a learner with all their weights; model: `policy`, or peft's wrapper around it."""
+    """The models of a learner with all their weights."""
 
-    model: Any
-    policy: Any
+    model: Any  # `policy`, or peft's wrapper around it, which has no types
+    policy: PreTrainedModel
     critic: Critic | None
 
 
@@ -79,11 +80,11 @@ class Learner:
         UserError: the model does more to its logits than `head_logprobs` knows, or its output layer has an adapter.
     """
 
-    def __init__(self, cfg: StarPORun, model: Any, reference: Any = None) -> None:
+    def __init__(self, cfg: StarPORun, model: Any, reference: PreTrainedModel | None = None) -> None:
         self.cfg, self.adapted = cfg, hasattr(model, "get_base_model")
         critic = Critic(cfg.algorithm.critic.kind, model) if cfg.algorithm.critical else None
         policy = self._base(model)  # an adapter's layers sit inside it
-        if hasattr(policy.get_output_embeddings(), "lora_A"):
+        if hasattr(policy.get_output_embeddings(), "lora_A"):  # pyright: ignore[reportUnknownArgumentType]
             raise UserError(
                 "Phase 3 computes log-probs from the output layer's own weight, without an adapter: leave the output"
                 " layer (lm_head) out of model.lora.target_modules."
@@ -94,7 +95,7 @@ class Learner:
                 " tokens would be wrong. Choose a model of another architecture."
             )
         self.device = device = policy.device
-        self.autocast: Callable[[], Any] = lambda: torch.autocast(
+        self.autocast: Callable[[], torch.autocast] = lambda: torch.autocast(
             device.type, dtype=torch.bfloat16, enabled=bool(cfg.trainer.bf16)
         )
         self.settings = objective_settings(cfg)
@@ -103,9 +104,10 @@ class Learner:
         our_engine = cfg.rollout.engine in ("auto", "slots", "replay")
         self.exact = our_engine and policy.dtype == torch.float32 and not cfg.trainer.bf16
         self.placement = sharding.place({"model": model, "critic": critic, "reference": reference}, device)
-        self.model, self.reference = self.placement.models["model"], self.placement.models["reference"]
+        self.model = self.placement.models["model"]
+        self.reference: PreTrainedModel | None = self.placement.models["reference"]
         self.critic: Critic | None = self.placement.models["critic"]
-        self.policy: Any = self._base(self.model)
+        self.policy = self._base(self.model)
         # a prefix that some processes have and others do not would be gathered for by some and not by others
         self.shares = not self.placement.lockstep and cfg.can_share_prefixes and can_share_prefixes(self.policy)
         of_critic = self.critic.own_parameters() if self.critic else []
@@ -113,11 +115,11 @@ class Learner:
         self.trainable = [of_policy, of_critic]
         self.optimizer = self._optimizer()
 
-    def _base(self, model: Any) -> Any:
+    def _base(self, model: Any) -> PreTrainedModel:
         return model.get_base_model() if self.adapted else model
 
     @contextmanager
-    def whole(self, critic: bool = False, write: bool = False) -> Iterator[Models]:
+    def whole(self, critic: bool = False, write: bool = False) -> Generator[Models]:
         """Give the models with all their weights in every process, to play, to be measured and to be saved.
 
         Every process has to enter it.
@@ -131,7 +133,7 @@ class Learner:
             yield Models(model, self._base(model), models.get("critic"))
 
     @contextmanager
-    def sampling(self) -> Iterator[Models]:
+    def sampling(self) -> Generator[Models]:
         """Give the models to play with and to ask: whole, and in the precision of the update."""
         with self.whole() as models, self.autocast():
             yield models
@@ -179,18 +181,18 @@ class Learner:
     def _measured(
         self, batch: Batch, measure: Callable[[list[BatchRow]], torch.Tensor], needed_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        parts_S = []
+        parts_S: list[tuple[slice, torch.Tensor]] = []
         micro_batches = self.micro_batches([row for row in batch.rows if needed_B is None or needed_B[row.episode]])
         with self.placement.measuring():
             for rows, measured_S in self.placement.each(micro_batches, measure):
-                parts = measured_S.float().cpu().split([row.tokens.stop - row.tokens.start for row in rows])
+                parts = torch.split(measured_S.float().cpu(), [row.tokens.stop - row.tokens.start for row in rows])
                 parts_S += [(row.tokens, part) for row, part in zip(rows, parts, strict=True)]
         out_S = torch.full_like(batch.sampler_S, math.nan)
         for tokens, part in parallel.gather(parts_S):
             out_S[tokens] = part
         return out_S
 
-    def _head(self, model: Any, rows: list[BatchRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _head(self, model: PreTrainedModel, rows: list[BatchRow]) -> tuple[torch.Tensor, torch.Tensor]:
         with self.autocast():
             states = trained_states(model, [row.ids for row in rows], [row.mask for row in rows])
             return head_logprobs(model, *states, self.cfg.rollout.temperature)
@@ -262,13 +264,13 @@ class Learner:
             critic_alone: leave the policy's loss out.
         """
         if self.critic is None:
-            loss.backward()
+            torch.autograd.backward(loss)
             return None
         together = self.critic.kind == "shared" and not critic_alone  # one trunk: one backward pass for both
         if not (together or critic_alone):
-            loss.backward()  # frees what it holds before the critic computes
+            torch.autograd.backward(loss)  # frees what it holds before the critic computes
         value = self.value_loss(forward, experience, weights_S)
-        (loss + value.loss if together else value.loss).backward()
+        torch.autograd.backward(loss + value.loss if together else value.loss)
         return value
 
     def value_loss(self, forward: Forward, experience: Experience, weights_S: torch.Tensor) -> ValueLoss:
@@ -317,17 +319,14 @@ class Learner:
     def _optimizer(self) -> torch.optim.Optimizer:
         trainer = self.cfg.trainer
         groups = [{"params": parameters} for parameters in self.trainable if parameters]
-        options = {
-            "lr": self.cfg.learning_rate,
-            "betas": (trainer.adam_beta1, trainer.adam_beta2),
-            "weight_decay": trainer.weight_decay,
-        }
         if trainer.optim == "adamw_torch":
-            return torch.optim.AdamW(groups, **options)
-        from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
+            kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+        else:
+            from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
 
-        kind = AdamW8bit if trainer.optim == "adamw_8bit" else PagedAdamW8bit
-        return kind(groups, **options)
+            kind = AdamW8bit if trainer.optim == "adamw_8bit" else PagedAdamW8bit
+        betas = (trainer.adam_beta1, trainer.adam_beta2)
+        return kind(groups, lr=self.cfg.learning_rate, betas=betas, weight_decay=trainer.weight_decay)
 
     def load_optimizer(self, folder: Path) -> None:
         """Read the optimizer's state of a checkpoint, whose weights are already there."""

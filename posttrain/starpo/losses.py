@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from posttrain.config import by_path, is_path
+from posttrain.runtime import numbered
 from posttrain.types import UserError
 
 K3_LARGEST = 20.0  # nats
@@ -105,14 +106,18 @@ def policy_loss(tokens: Tokens, settings: Settings) -> tuple[torch.Tensor, torch
 def _checked(path: str, result: object, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a function of the user's returned; a UserError where it is not loss and clipped tokens, both (S,)."""
     match result:
-        case (torch.Tensor() as loss_S, torch.Tensor() as clipped_S) if loss_S.shape == clipped_S.shape == (count,):
-            if clipped_S.dtype == torch.bool and (loss_S.requires_grad or not torch.is_grad_enabled()):
-                return loss_S, clipped_S
-    raise UserError(
-        f"`algorithm.loss_type: {path}` has to return two tensors of shape ({count},): the loss of each token, with"
-        " gradient from `tokens.logprobs_S`, and which tokens are clipped, of dtype bool; without a clip"
-        " `torch.zeros_like(loss_S, dtype=torch.bool)`."
-    )
+        case (torch.Tensor() as loss_S, torch.Tensor() as clipped_S) if (
+            loss_S.shape == clipped_S.shape == (count,)
+            and clipped_S.dtype == torch.bool
+            and (loss_S.requires_grad or not torch.is_grad_enabled())
+        ):
+            return loss_S, clipped_S
+        case _:
+            raise UserError(
+                f"`algorithm.loss_type: {path}` has to return two tensors of shape ({count},): the loss of each token,"
+                " with gradient from `tokens.logprobs_S`, and which tokens are clipped, of dtype bool; without a clip"
+                " `torch.zeros_like(loss_S, dtype=torch.bool)`."
+            )
 
 
 # Policy
@@ -260,5 +265,5 @@ def sampler_weights(trainer_S: torch.Tensor, sampler_S: torch.Tensor, clip_max: 
 
 def _context_sum(values_S: torch.Tensor, context_S: torch.Tensor) -> torch.Tensor:
     """Sum over each token's context, shape (S,)."""
-    numbers_C, index_S = context_S.unique(return_inverse=True)
-    return values_S.new_zeros(len(numbers_C)).index_add(0, index_S, values_S)[index_S]
+    index_S, count_C = numbered(context_S)
+    return values_S.new_zeros(len(count_C)).index_add(0, index_S, values_S)[index_S]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +13,8 @@ from transformers import set_seed
 
 from envs.episode import Episode
 from envs.process_state import keep_process_state
-from envs.protocol import Parsed, Protocol, format_response
 from posttrain import models, plan
-from posttrain.config import EnvSection, StarPORun, TrainingEnvSection, by_path, command, is_path
+from posttrain.config import EnvSection, StarPORun, TrainingEnvSection, by_path, check_parser, command, is_path
 from posttrain.models import Chat, model_card
 from posttrain.plan import check_run, without_noise
 from posttrain.rollout import Context, Sampler, most_turns, new_episode, open_env, play
@@ -24,7 +23,7 @@ from posttrain.starpo import distillation, run_state
 from posttrain.starpo.learner import Learner
 from posttrain.starpo.monitoring.episodes import memory, reward_table
 from posttrain.starpo.run_state import RunState, changed
-from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed, one_line
+from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed
 
 
 class Setup(NamedTuple):
@@ -68,7 +67,7 @@ def set_up(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Setup:
     resume_from = run_state.resume_from(out, runlog.say) if resume else None
     # What a checkpoint's plan chose is chosen again, so that a resumed run rounds as before.
     chosen = changed(settled, run_state.read(resume_from).plan) if resume_from else settled
-    planned = plan.make(chosen, device)
+    planned = plan.make_plan(chosen, device)
     for words in (planned.table(), *planned.warnings):
         runlog.say(words)
     return Setup(changed(chosen, planned.changes), settings, device, planned, resume, resume_from)
@@ -131,7 +130,8 @@ def levels(
     """
     envs_G = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
     numbers = range(len(envs_G)) if groups is None else groups
-    episodes, seeds = [], []
+    episodes: list[Episode | Trajectory] = []
+    seeds: list[int] = []
     for group in (numbers[place] for place in parallel.mine(len(numbers))):
         for sample in range(cfg.rollout.num_generations):
             level_seed = derive_seed(cfg.seed, "level", step, group)
@@ -152,45 +152,12 @@ def check_functions(cfg: StarPORun) -> None:
     Raises:
         UserError: says what is wrong and what to write.
     """
-    named = {
-        "algorithm.advantage": cfg.algorithm.advantage,
-        "algorithm.loss_type": cfg.algorithm.loss_type,
-        "protocol.parser": cfg.protocol.parser or "",
-    }
+    named = {"algorithm.advantage": cfg.algorithm.advantage, "algorithm.loss_type": cfg.algorithm.loss_type}
     for key, path in named.items():
         if is_path(path):
             by_path(path, key)
-    if cfg.protocol.parser:
-        for section in cfg.envs:
-            env = open_env(section)
-            with keep_process_state(env.title):
-                env.reset(seed=0)
-            check_parser(cfg.protocol.parser, Protocol.of(env, **cfg.protocol.arguments()), env.actions)
-
-
-def check_parser(path: str, protocol: Protocol, listed: Sequence[str] | None) -> None:
-    """Refuse a parser that raises or returns something else than actions, on texts that a model may write.
-
-    Raises:
-        UserError: says on which text.
-    """
-    action = listed[0] if listed else "1"
-    for text in ("", "Up", format_response("why", [action], protocol), "<answer>" * 3, "</answer><answer>"):
-        try:
-            parsed = protocol.read(text, listed)
-        except Exception as error:
-            problem = f"raised {one_line(error)}"
-        else:
-            problem = "" if isinstance(parsed, Parsed) else f"returned {type(parsed).__name__}"
-            if not problem and listed is not None and (unknown := set(parsed.actions) - set(listed)):
-                problem = f"returned the action {unknown.pop()!r}, which the environment does not have,"
-            if not problem and len(parsed.actions) > protocol.max_actions_per_turn:
-                problem = f"returned {len(parsed.actions)} actions, more than `protocol.max_actions_per_turn`"
-        if problem:
-            raise UserError(
-                f"`protocol.parser: {path}` {problem} for the text {text!r}: return Parsed(actions, well_formed,"
-                " invalid) of envs.protocol for any text; posttrain/config/plugins.py describes it."
-            )
+    for section in cfg.envs:
+        check_parser(cfg.protocol, open_env(section))
 
 
 def check_environments(cfg: StarPORun) -> None:
@@ -247,7 +214,7 @@ def refuse_crashed_evaluation(env: EnvSection, played: Sequence[Trajectory]) -> 
 
 
 @contextmanager
-def kept_in_a_crash(setup: Setup, learner: Learner, chat: Chat, state: RunState) -> Iterator[None]:
+def kept_in_a_crash(setup: Setup, learner: Learner, chat: Chat, state: RunState) -> Generator[None]:
     """Save a checkpoint where an environment that crashes ends the run, and say so in a UserError."""
     try:
         yield

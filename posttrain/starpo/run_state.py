@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, TypedDict
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from posttrain import files
 from posttrain.config import StarPORun, TrainingEnvSection
@@ -54,15 +54,15 @@ class RunState:
     tokens: int = 0  # sampled in all steps
     work: int = 0  # tokens that rollouts and updates have sent through the model, as `monitoring.collapse` counts them
     empty_steps: int = 0  # steps in a row in which no group passed the filter
-    crashed_steps: dict[str, int] = field(default_factory=dict)  # by environment: in which all of its episodes crashed
+    crashed_steps: dict[str, int] = field(default_factory=dict[str, int])  # by environment: all its episodes crashed
     best_step: int = 0
     best_success: float = -1.0
-    best_won: dict[str, list[bool]] = field(default_factory=dict)  # by environment, for each validation level
-    joined: list[str] = field(default_factory=list)  # environments of the curriculum that are played by now
-    first_answers: dict[str, list[float]] = field(default_factory=dict)  # of the suites of former phases, by suite
-    plan: dict[str, int] = field(default_factory=dict)  # what the memory plan chose, by dotted paths of the config
+    best_won: dict[str, list[bool]] = field(default_factory=dict[str, list[bool]])  # by environment: validation levels
+    joined: list[str] = field(default_factory=list[str])  # environments of the curriculum that are played by now
+    first_answers: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by suite of former phases
+    plan: dict[str, int] = field(default_factory=dict[str, int])  # by dotted path: what the memory plan chose
     alarms: AlarmState = field(default_factory=AlarmState)
-    collapse: dict[str, ScopeState] = field(default_factory=dict)  # by scope
+    collapse: dict[str, ScopeState] = field(default_factory=dict[str, ScopeState])  # by scope
     stopped_early: bool = False
     unfinished_reported: bool = False  # that in some groups no episode ended by itself
 
@@ -82,7 +82,7 @@ class RunState:
         self.best_step, self.best_success, self.best_won = self.step, -1.0, {}
 
 
-def changed(cfg: StarPORun, changes: dict[str, Any]) -> StarPORun:
+def changed(cfg: StarPORun, changes: Mapping[str, object]) -> StarPORun:
     """Return the run's config with these dotted paths changed."""
     sections = cfg.model_dump()
     for path, value in changes.items():
@@ -118,7 +118,7 @@ def load(folder: Path, learner: Learner) -> RunState:
     checkpoint.verify(folder)
     with learner.whole(critic=True, write=True) as models:
         if learner.adapted:  # read into the CPU's memory: the device need not hold all of it twice
-            from peft import set_peft_model_state_dict
+            from peft import set_peft_model_state_dict  # pyright: ignore[reportUnknownVariableType]
 
             set_peft_model_state_dict(models.model, load_file(folder / "adapter_model.safetensors"))
         else:

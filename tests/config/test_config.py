@@ -343,7 +343,7 @@ def test_yaml_reads_what_a_person_means(tmp_path):
 @pytest.mark.parametrize(
     "text, remedy",
     [
-        ("seed: 1\nseed: 2\n", "`seed` is there twice"),
+        ("seed: 1\nseed: 2\n", "`seed` is written twice"),
         ("a: [1, 2\n", "is not YAML"),
         ("- 1\n", "lines of `key: value`"),
         ("", "lines of `key: value`"),
@@ -687,7 +687,11 @@ def test_an_option_of_other_trainers_names_the_key(argv, remedy):
         ("chat", "--model runs/mine/final", "`model.name_or_path=runs/mine/final`"),
         ("chat", "--temperature 0.5", "`presets.improved.temperature=0.5`"),
         ("phase1_sft", "--lr", "`trainer.learning_rate=VALUE`"),
-        ("phase1_sft", "--lr 1 --wibble", "`trainer.learning_rate=1`. No key is like --wibble; --help lists them."),
+        (
+            "phase1_sft",
+            "--lr 1 --wibble",
+            "`trainer.learning_rate=1`. There is no key like --wibble; --help lists them.",
+        ),
         ("phase1_sft", "mine.yaml", "write --config mine.yaml"),
         ("phase1_sft", "mine.jsonl", "write 'data.sources=[{kind: messages, path: mine.jsonl}]'"),
         ("phase1_sft", "some/model", "write model.name_or_path=some/model"),

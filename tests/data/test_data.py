@@ -24,7 +24,6 @@ from hypothesis import given, strategies as st
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -35,7 +34,7 @@ from posttrain.data.contamination import EvaluationQuestions, N, lower_words
 from posttrain.data.filters import CHECKS, Example
 from posttrain.data.loading import TokenData, load_preferences, load_sft
 from posttrain.data.table import FilterTable
-from posttrain.finetune.trl_trainers import takes_token_ids
+from posttrain.finetune.trl_trainers import TokenTrainer
 from posttrain.models.chat import Chat
 from posttrain.runtime import parallel
 from posttrain.types import UserError
@@ -419,7 +418,7 @@ def test_dpo_trains_on_our_ids(tmp_path: Path, tiny_chat: Chat) -> None:
         bf16=False,
         disable_tqdm=True,
     )
-    trainer = takes_token_ids(DPOTrainer)(
+    trainer = TokenTrainer(
         tiny_model(tiny_chat),
         args=args,
         train_dataset=pairs.train,

@@ -121,7 +121,7 @@ def test_an_answer_without_a_number_is_counted_and_refused(tmp_path: Path, tiny_
     file, _ = split(tmp_path / "rows.jsonl", answer=answer)
     with pytest.raises(UserError, match="280 no number behind ####"):
         load_sft(section(file), tiny_chat)
-    with pytest.raises(UserError, match="with a number behind ####"):
+    with pytest.raises(UserError, match="with a number after ####"):
         build_tasks(evaluation(f"gsm8k_held_out={file}"))
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import envs
 import train_phase1_sft
 import train_phase2_dpo
-from envs import demos
+from envs import demos, players
 from envs.countdown.arithmetic import parse_expression
 from envs.episode import Episode
 from envs.players import Style
@@ -144,7 +144,7 @@ def test_unsolved_episodes_are_left_out_and_counted(tmp_path: Path, capsys: pyte
 def test_every_environment_is_demonstrated_by_whom_it_has(name: str, tmp_path: Path) -> None:
     env = open_or_skip(name)
     env.reset(seed=0)
-    who = "expert" if env.has("expert") else next(iter(demos.player_names(env)), None)
+    who = "expert" if env.has("expert") else next(iter(players.player_names(env)), None)
     if who is None or env.slow:
         pytest.skip("nobody plays it, or only in a sandbox or on a server")
     thoughts = ["cues", "next_state", "plan"] if env.deterministic and env.observable else ["cues"]
@@ -195,8 +195,8 @@ def test_two_equally_good_moves_are_no_pair() -> None:
     env = envs.make("frozen_lake", size=3)
     episode = Episode(env, Protocol.of(env), 0)
     env.begin(("SFF", "FFF", "FFG"))
-    assert not demos.is_better(episode, "Right", "Down"), "both are on a shortest way"
-    assert demos.is_better(episode, "Right", "Left") and not demos.is_better(episode, "Left", "Right")
+    assert not players.is_better(episode, "Right", "Down"), "both are on a shortest way"
+    assert players.is_better(episode, "Right", "Left") and not players.is_better(episode, "Left", "Right")
     assert episode.observation == Episode(env, Protocol.of(env), 0).observation
 
 
@@ -204,9 +204,9 @@ def test_where_chance_decides_a_difference_must_stand_out() -> None:
     env = envs.make("frozen_lake", size=3, slippery=True)
     episode = Episode(env, Protocol.of(env), 0)
     env.begin(("SHF", "FFF", "FFG"))
-    assert demos.is_better(episode, "Down", "Right"), "into the hole with chance .8"
+    assert players.is_better(episode, "Down", "Right"), "into the hole with chance .8"
     env.begin(("SFF", "FFF", "FFG"))
-    assert not demos.is_better(episode, "Down", "Right"), "mirror images"
+    assert not players.is_better(episode, "Down", "Right"), "mirror images"
 
 
 def test_left_out_pairs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +302,7 @@ def test_a_source_of_phase_1_may_name_the_player_and_the_thought() -> None:
         list(reading.read_rows(Source(**said, player="gaol"), "data.sources.0", 0))
     with pytest.raises(ValueError, match="belongs to the kind demonstrations"):
         Source(kind="capybara", path="embedded", rows=6, player="expert")
-    for thought in demos.THOUGHTS:
+    for thought in players.THOUGHTS:
         assert Source(**{**said, "thought": thought}).thought == thought
     with pytest.raises(ValueError, match="thought"):
         Source(**{**said, "thought": "deep"})
@@ -312,8 +312,8 @@ def test_a_source_of_phase_1_may_name_the_player_and_the_thought() -> None:
 
 @pytest.mark.parametrize("name", ["countdown", "metamath_qa", "rubiks_cube", "sudoku", "web_shop"])
 def test_without_a_player_the_expert_demonstrates_and_the_answers_are_right(name: str) -> None:
-    default = demos.parse_mix(demos.parser().get_default("player"))
-    assert demos.default_mix(envs.make(name)) == default == {"expert": 1.0}
+    default = players.parse_mix(demos.parser().get_default("player"))
+    assert players.default_mix(envs.make(name)) == default == {"expert": 1.0}
     for i, row in enumerate(embedded.demonstrations([name], 4, 0)):
         env = envs.make(name)
         episode = Episode(env, Protocol.of(env), derive_seed(0, "demonstrations", i) % 2**32)

@@ -22,7 +22,7 @@ import pytest
 from open_envs import open_or_skip
 
 import envs
-from envs import CAPABILITIES, TextEnv, base, check, demos, promises
+from envs import CAPABILITIES, TextEnv, base, check, players, promises
 from envs.base import AnyText, OneOf
 from envs.episode import Episode
 from envs.promises import Subject
@@ -352,11 +352,11 @@ def test_players_are_those_that_are_there():
     for kind, names in ((Walk, ["random"]), (Say, ["expert"])):
         env = kind()
         env.reset(seed=0)
-        assert demos.player_names(env) == names
+        assert players.player_names(env) == names
     free = variant(Walk, actions=None)()
     free.reset(seed=0)
-    assert demos.player_names(free) == []
-    assert demos.play_scripted(Say(), "expert", Protocol(), 0, "train").success
+    assert players.player_names(free) == []
+    assert players.play_scripted(Say(), "expert", Protocol(), 0, "train").success
 
 
 def test_demonstrations_fall_back_to_what_there_is(register):
@@ -364,9 +364,9 @@ def test_demonstrations_fall_back_to_what_there_is(register):
     from posttrain.data import embedded, reading
     from posttrain.types import UserError
 
-    assert demos.default_mix(Say()) == {"expert": 1.0}
+    assert players.default_mix(Say()) == {"expert": 1.0}
     two = variant(Walk, players=lambda self: {"random": self.choose(), "left": "Left"})
-    assert demos.default_mix(two()) == {"random": 0.5, "left": 0.5}
+    assert players.default_mix(two()) == {"random": 0.5, "left": 0.5}
     register(Say)
     register(Walk)
     (row,) = embedded.demonstrations(["say"], 1, 0, answers_only=1.0)

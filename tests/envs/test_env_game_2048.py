@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from envs import SPLITS, demos, game_2048, make
+from envs import SPLITS, game_2048, make, players
 from envs.protocol import Protocol
 
 EMPTY = (0, 0, 0, 0)
@@ -90,7 +90,7 @@ def test_a_board_in_which_nothing_moves_is_lost():
 
 
 def test_the_whole_reward_of_a_won_game_is_at_most_one():
-    episode = demos.play_scripted(make("game_2048"), "expert", Protocol.of(make("game_2048")), 5, "train")
+    episode = players.play_scripted(make("game_2048"), "expert", Protocol.of(make("game_2048")), 5, "train")
     assert episode.success and 0.9 < sum(turn.reward for turn in episode.past) <= 1
 
 
@@ -98,7 +98,7 @@ def test_the_whole_reward_of_a_won_game_is_at_most_one():
 def test_the_expert_wins_within_the_budget_and_the_scripted_policies_less(split):
     env = make("game_2048")
     wins = {
-        player: sum(demos.play_scripted(env, player, Protocol.of(env), seed, split).success for seed in range(6))
+        player: sum(players.play_scripted(env, player, Protocol.of(env), seed, split).success for seed in range(6))
         for player in ("expert", "random")
     }
     assert wins["expert"] == 6 and wins["random"] < 5

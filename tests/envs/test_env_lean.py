@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from envs import SPLITS, demos, make
+from envs import SPLITS, make, players
 from envs.hostile import HOSTILE_TEXTS
 from envs.lean import Unavailable, arithmetic, backends, checker, search, terms, theorems
 from envs.lean.syntax import OPERATORS, Unreadable, format_formula, formula_in_words, parse_formula
@@ -82,7 +82,7 @@ def test_known_proofs_are_proofs_and_their_words_are_there():
 def test_the_expert_wins_and_comes_back_from_detours(split):
     env, back = make("lean", backend="fragment"), 0
     for seed in range(25):
-        assert demos.play_scripted(env, "expert", Protocol.of(env), seed, split).success
+        assert players.play_scripted(env, "expert", Protocol.of(env), seed, split).success
         env.reset(seed=seed, options={"split": split})
         for _ in range(2):
             env.step(env.players()["shape"])
@@ -96,7 +96,9 @@ def test_the_expert_wins_and_comes_back_from_detours(split):
 def test_scripted_policies_win_less_and_splits_are_disjoint():
     env, keys = make("lean", backend="fragment"), {}
     for player in ("random", "shape", "close"):
-        assert sum(demos.play_scripted(env, player, Protocol.of(env), seed, "train").success for seed in range(30)) < 18
+        assert (
+            sum(players.play_scripted(env, player, Protocol.of(env), seed, "train").success for seed in range(30)) < 18
+        )
     for split in SPLITS:
         for seed in range(60):
             env.reset(seed=seed, options={"split": split})
@@ -108,7 +110,7 @@ def test_scripted_policies_win_less_and_splits_are_disjoint():
 def test_without_lean_the_fragment_takes_its_place_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(backends, "toolchain", lambda: False)
     monkeypatch.delenv("LEAN_SERVER_API_URL", raising=False)
-    backends._told.cache_clear()
+    backends._warn_of_fragment.cache_clear()
     env = make("lean")
     assert not env.slow and "no toolchain" in caplog.text and "checker of this fragment" in env.rules()
     with pytest.raises(ValueError, match="elan"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs import SPLITS, demos, make, metamath_qa
+from envs import SPLITS, make, metamath_qa, players
 from envs.base import split_by_hash
 from envs.metamath_qa import MetaMathQA, Problem, answer_in, is_right
 from envs.metamath_qa.problems import NAMES, TEMPLATES, THINGS, Parameters
@@ -284,7 +284,7 @@ def test_the_expert_solves_every_problem_at_the_first_attempt_and_others_do_not(
     wins = Counter()
     for player in ("expert", "random", "near", "copied"):
         for seed in range(100):
-            episode = demos.play_scripted(env, player, Protocol.of(env), seed, split)
+            episode = players.play_scripted(env, player, Protocol.of(env), seed, split)
             wins[player] += episode.success
             assert episode.invalid_turns == 0 and (player != "expert" or episode.turns == 1)
     assert wins.pop("expert") == 100 and wins["near"] == 0 and max(wins.values()) < 15

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from envs import SPLITS, demos, make, rubiks_cube as cubes
+from envs import SPLITS, make, players, rubiks_cube as cubes
 from envs.protocol import Protocol
 
 KNOWN = [1, 6, 27, 120, 534, 2256, 8969, 33058, 114149, 360508, 930588, 1350852, 782536, 90280, 276]
@@ -122,7 +122,7 @@ def test_where_the_cubes_are_few_none_is_held_out():
 def test_scripted_policies_win_less():
     env = make("rubiks_cube", min_length=3, max_length=6)
     for player, most in (("random", 3), ("pairs", 30)):
-        wins = [demos.play_scripted(env, player, Protocol.of(env), seed, "train").success for seed in range(40)]
+        wins = [players.play_scripted(env, player, Protocol.of(env), seed, "train").success for seed in range(40)]
         assert sum(wins) <= most
     env.begin(cubes.CubeLevel(cubes.after(cubes.SOLVED, "R"), True))
     assert env.thought() == "16 of 24 pairs now. pairs R' L'" and env.players()["pairs"] in ("R'", "L'")

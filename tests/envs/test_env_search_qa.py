@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envs import SPLITS, demos, make, promises
+from envs import SPLITS, make, players, promises
 from envs.base import split_by_hash
 from envs.episode import Episode
 from envs.promises import Subject
@@ -155,7 +155,7 @@ def test_the_expert_answers_every_question_and_others_do_not(split: str) -> None
     env, wins, keys = make("search_qa"), Counter(), set()
     for player in ("expert", "random", "hasty", "astray"):
         for seed in range(60):
-            episode = demos.play_scripted(env, player, Protocol.of(env), seed, split)
+            episode = players.play_scripted(env, player, Protocol.of(env), seed, split)
             wins[player] += episode.success
             keys.add(episode.level_key)
             assert episode.invalid_turns == 0 and split_by_hash(episode.level_key) == split
@@ -178,7 +178,7 @@ def test_thoughts_and_keys_hold_nothing_that_was_cut_off(top_k: int, characters:
     env, complete = SearchQA(top_k=top_k, characters=characters), 0
     for seed in range(40):
         (read, _), said = env.reset(seed=seed), ""
-        while not env.given:
+        while not env.answer:
             said = env.thought()
             for sentence in re.findall(r"\S.*?\.(?= |$)", said):
                 missing = re.fullmatch(r"Missing: (.*)\.", sentence)
@@ -253,7 +253,7 @@ def test_a_file_in_the_schema_of_hotpotqa_becomes_a_library(built: Path) -> None
     assert "synthetic" not in env.rules() and "synthetic" in SearchQA().rules()
     for split in SPLITS:
         for seed in range(20):
-            episode = demos.play_scripted(env, "expert", Protocol.of(env), seed, split)
+            episode = players.play_scripted(env, "expert", Protocol.of(env), seed, split)
             assert episode.success and episode.turns in (2, 3) and episode.invalid_turns == 0
     broken = promises.broken_promises(Subject("search_qa", {"path": str(built)}, Protocol.of(env), episodes=20))
     assert not broken
@@ -301,9 +301,9 @@ def test_nothing_in_an_article_ends_the_episode_or_acts(built: Path) -> None:
     lines = turn.user.split("\n")
     assert len(lines) == 2 + env.top_k + 1 and lines[-1] == "Turns left 4"
     assert all(line[:2] in ("1.", "2.", "3.") for line in lines[2:-1]), "an article is one line"
-    assert not env.step("Noise")[2] and env.given is None
-    for player in demos.player_names(env):
-        action = demos.next_action(env, player)
+    assert not env.step("Noise")[2] and env.answer is None
+    for player in players.player_names(env):
+        action = players.next_action(env, player)
         assert env.action_space.contains(action) and read_action(action) is not None
 
 
@@ -369,7 +369,7 @@ def server() -> Iterator[Any]:
 def test_a_server_can_search_instead(server: Any) -> None:
     env = at(0, retriever=server.url)
     assert env.slow and not env.deterministic and not SearchQA().slow
-    episode = demos.play_scripted(env, "expert", Protocol.of(env), 0, "test")
+    episode = players.play_scripted(env, "expert", Protocol.of(env), 0, "test")
     assert episode.success and server.asked[0] == {"query": episode.env.level.hops[0].title, "k": 3}
     assert len(env.results or ()) == 3
     server.manner = "hostile"

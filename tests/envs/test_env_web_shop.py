@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from envs import SPLITS, check, demos, make
+from envs import SPLITS, check, make, players
 from envs.protocol import Protocol
 from envs.web_shop import published
 from envs.web_shop.catalogue import CatalogueSource, Goal, Product, clean_field, fold
@@ -325,10 +325,10 @@ def test_the_expert_wins_and_the_others_do_not(options):
     env = make("web_shop", **options)
     for split in SPLITS:
         for seed in range(40):
-            episode = demos.play_scripted(env, "expert", Protocol.of(env), seed, split)
+            episode = players.play_scripted(env, "expert", Protocol.of(env), seed, split)
             assert episode.success and not episode.invalid_turns
     wins_of = {
-        player: sum(demos.play_scripted(env, player, Protocol.of(env), seed, "test").success for seed in range(40))
+        player: sum(players.play_scripted(env, player, Protocol.of(env), seed, "test").success for seed in range(40))
         for player in ("random", "first", "hasty")
     }
     assert wins_of["random"] <= 4 and wins_of["hasty"] == 0 and 4 <= wins_of["first"] <= 30
@@ -441,7 +441,7 @@ def test_products_are_text_and_no_click_or_markup_comes_of_them(folder):
     assert env.view.page == "item" and dict(env.view.chosen) == {"style": "buy now", "cable": "b000000001"}
     assert not any(tag in env.observe() + env.thought() for tag in ("<think>", "<answer>", "</", "||"))
     for player in ("expert", "first", "hasty"):
-        assert not demos.play_scripted(env, player, Protocol.of(env), 1, "train").invalid_turns
+        assert not players.play_scripted(env, player, Protocol.of(env), 1, "train").invalid_turns
     assert clean_field("a" * 50, 10) == "aaaaaaa..." and fold(" A\tb ") == "a b"
 
 

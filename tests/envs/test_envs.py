@@ -17,7 +17,7 @@ import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from open_envs import open_or_skip
 
-from envs import SPLITS, base, demos, frozen_lake, make, names, promises, sokoban
+from envs import SPLITS, base, frozen_lake, make, names, players, promises, sokoban
 from envs.base import OBSERVATIONS, canonical, split_by_hash
 from envs.promises import Subject
 from envs.protocol import Protocol
@@ -238,7 +238,7 @@ def test_scripted_policies_follow_their_cue_and_watching_them_changes_nothing(na
 def test_no_weak_player_is_good_and_the_expert_is_perfect(name):
     wins = {
         player: sum(
-            demos.play_scripted(make(name), player, Protocol(), seed, "validation").success for seed in range(150)
+            players.play_scripted(make(name), player, Protocol(), seed, "validation").success for seed in range(150)
         )
         for player in Subject(name).players
     }
@@ -371,7 +371,7 @@ def test_the_expert_crosses_larger_lakes_and_ragens_within_their_budget(options)
     env = make("frozen_lake", **options)
     protocol = Protocol.of(env)
     for split, seed in itertools.product(SPLITS, range(30)):
-        assert demos.play_scripted(env, "expert", protocol, seed, split).success
+        assert players.play_scripted(env, "expert", protocol, seed, split).success
 
 
 def test_state_key_tells_futures_apart_and_nothing_else():
@@ -530,7 +530,7 @@ def test_the_expert_solves_ragens_sokoban_within_25_turns(boxes):
     for split, seed in itertools.product(SPLITS, range(25)):
         env.reset(seed=seed, options={"split": split})
         lengths.add(env.optimal_length())
-        assert demos.play_scripted(env, "expert", protocol, seed, split).success
+        assert players.play_scripted(env, "expert", protocol, seed, split).success
     assert len(lengths) > 6, "levels of any length"
 
 

@@ -182,7 +182,7 @@ def test_a_fault_costs_an_attempt_and_the_last_one_is_told_in_a_paragraph(
 ) -> None:
     server = serving(lambda number, body: (FAULTS[fault] if number < 3 else good)(number, body))
     reason = r"it did not answer in 0\.6 s" if fault in ("stalls", "trickles") else ".+"
-    words = rf"\(m\) has not answered a request 2 times; at last: {reason}\. What it has answered"
+    words = rf"\(m\) has not answered a request 2 times; the last: {reason}\. Its answers so far"
     for attempts in (2, 8):
         with Client(section(server, timeout=0.6, attempts=attempts), tmp_path / "kept.jsonl") as client:
             if attempts == 2:
@@ -246,13 +246,13 @@ def test_a_request_says_what_a_local_model_is_asked(serving: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("status", "reply", "more", "words"),
     [
-        (422, '{"loc": ["body", "seed"]}', {}, r"does not take seed, write leave_out: \[seed\]"),
+        (422, '{"loc": ["body", "seed"]}', {}, r"does not accept seed, write leave_out: \[seed\]"),
         (400, "top_k, seed: unknown", {}, r"leave_out: \[seed, top_k\] in this checkpoint's section"),
         (400, "no temperature here", {"leave_out": ["seed"]}, r"leave_out: \[seed, temperature\]"),
         (400, "Unsupported parameter: 'max_tokens'", {}, "write tokens_field: max_completion_tokens in"),
         (400, "'max_completion_tokens'?", {"tokens_field": "max_completion_tokens"}, "write tokens_field: max_tokens"),
-        (400, "my_seed is not seeds", {}, "leave_out there names what is not to be sent, of seed, temperature, top_p"),
-        (400, "", {}, "status 400: no words. Change this checkpoint's section"),
+        (400, "my_seed is not seeds", {}, "with leave_out some of seed, temperature, top_p"),
+        (400, "", {}, "status 400: no reason given. Change this checkpoint's section"),
     ],
 )
 def test_a_refusal_says_which_key_leaves_a_field_out(
@@ -594,7 +594,7 @@ def test_the_key_is_sent_and_never_written_or_said(
     mine = {"base": checkpoints["base"], "gpt": served(server, api_key_env="MY_KEY", attempts=2)}
     evaluate(tmp_path / "fine", mine, suites=small)  # type: ignore[arg-type]
     assert set(server.keys) == {f"Bearer {KEY}"}
-    assert "Of 6 the server did not tell the tokens" in capfd.readouterr().out
+    assert "did not report the tokens of 6 replies" in capfd.readouterr().out
     assert "I got Bearer ***" in (tmp_path / "fine" / "out" / "transcripts.jsonl").read_text()
     for status in (400, 401, 500):
         echo["status"] = status

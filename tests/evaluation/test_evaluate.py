@@ -337,6 +337,15 @@ def test_all_that_is_wrong_is_said_before_any_work(tmp_path: Path, checkpoints: 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_parser_that_is_not_there_is_said_before_any_work(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    few = {"envs": ["frozen_lake"], "episodes": 1, "protocol": {"parser": "nowhere:f"}}
+    resolved(tmp_path, checkpoints, suites={"envs": few})
+    done = python("evaluate_model.py", "--config", str(tmp_path / "evaluate.yaml"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "suites.envs: `protocol.parser: nowhere:f` cannot be used: there is no module nowhere" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_without_a_network_all_names_are_told_at_once(tmp_path: Path) -> None:
     unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
@@ -439,7 +448,7 @@ def test_a_template_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="nothing is asked"):
+    with pytest.raises(UserError, match="no suite is set"):
         evaluate(tmp_path, checkpoints, suites={})
 
 
@@ -575,7 +584,7 @@ def test_an_evaluation_that_dies_is_resumed(
         evaluate(tmp_path / "cut", checkpoints, suites=SMALL, report=False)
     out = tmp_path / "cut" / "out"
     assert not (out / "results.json").exists() and len(list((out / "evaluation_rows").iterdir())) == 4
-    with pytest.raises(UserError, match=r"has not ended: go on with it .--resume."):
+    with pytest.raises(UserError, match=r"unfinished evaluation: continue it .--resume."):
         evaluate(tmp_path / "cut", checkpoints, suites=SMALL, report=False)
     again: list[Any] = []
     monkeypatch.setattr(evaluate_model, "run_task", lambda *given: again.append(given[1]) or true_run(*given))

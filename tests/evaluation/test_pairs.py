@@ -24,15 +24,15 @@ from posttrain.data.loading import PromptQuestion
 from posttrain.evaluation.pairs import (
     ADVICE,
     OwnAnswer,
-    best,
     best_answers,
-    chosen,
+    best_pair,
+    choose_pairs,
     dialogue,
     kept_answers,
     kept_questions,
     length_ratio,
+    preference_row,
     report,
-    row,
 )
 from posttrain.metrics import seq_rep_n
 from posttrain.types import UserError
@@ -116,23 +116,23 @@ def test_a_right_answer_wins_over_the_wrong_one_of_most_similar_length():
         answer("w x", right=False, number=1),
         answer("p q r", right=False, number=2),
     ]
-    assert best(cfg(), answers) == (answers[0], answers[2])
-    assert best(cfg(min_length_ratio=0.9), answers) == "answers too unlike in length"
-    assert best(cfg(), answers[1:]) == "all answers wrong"
-    assert best(cfg(), [answers[0], answer("e", right=True, number=1)]) == "all answers right"
+    assert best_pair(cfg(), answers) == (answers[0], answers[2])
+    assert best_pair(cfg(min_length_ratio=0.9), answers) == "answers too unlike in length"
+    assert best_pair(cfg(), answers[1:]) == "all answers wrong"
+    assert best_pair(cfg(), [answers[0], answer("e", right=True, number=1)]) == "all answers right"
     cut = answer("a b c d", right=True, finished=False)
-    assert best(cfg(), [cut, *answers[1:]]) == "all answers wrong"  # a cut answer is never chosen
+    assert best_pair(cfg(), [cut, *answers[1:]]) == "all answers wrong"  # a cut answer is never chosen
 
 
 def test_of_open_answers_the_repetitive_one_loses_at_equal_length():
     answers = [answer(FRESH), answer(LOOP, number=1)]
     assert seq_rep_n(answers[1].ids) > 0.1
-    assert best(cfg(), answers) == tuple(answers)
-    assert best(cfg(min_repetition=0.5), answers) == "no answer repeats itself more than another"
-    assert best(cfg(), [answers[0], answer(f"{LOOP} {LOOP} {LOOP}", number=1)]) == "answers too unlike in length"
+    assert best_pair(cfg(), answers) == tuple(answers)
+    assert best_pair(cfg(min_repetition=0.5), answers) == "no answer repeats itself more than another"
+    assert best_pair(cfg(), [answers[0], answer(f"{LOOP} {LOOP} {LOOP}", number=1)]) == "answers too unlike in length"
     # the longer one repeats itself only behind the end of the shorter
-    assert best(cfg(), [answer("one two three four"), answers[1]]) == "no answer repeats itself more than another"
-    assert best(cfg(), [answer(FRESH, finished=False), answer(LOOP, finished=False)]) == "no whole sentence"
+    assert best_pair(cfg(), [answer("one two three four"), answers[1]]) == "no answer repeats itself more than another"
+    assert best_pair(cfg(), [answer(FRESH, finished=False), answer(LOOP, finished=False)]) == "no whole sentence"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_answer_that_was_cut_off_is_written_up_to_its_last_whole_sentence():
     )
     assert (fresh.sentences, loop.sentences) == ("One is (so) two. Two is.", 'Is it? "It is."')
     assert answer("No end", finished=False).sentences == "" and answer("No end").sentences == "No end"
-    written = row(PromptQuestion([{"role": "user", "content": "?"}], [1], None), fresh, loop)
+    written = preference_row(PromptQuestion([{"role": "user", "content": "?"}], [1], None), fresh, loop)
     assert written["chosen"] == [{"role": "assistant", "content": "One is (so) two. Two is."}]
 
 
@@ -167,11 +167,11 @@ def test_prompts_without_a_pair_are_counted_and_told_what_to_change():
     answers = [answer("a", prompt=0), answer(" a ", prompt=0, number=1)]
     answers += [answer(FRESH, prompt=1), answer(LOOP, prompt=1, number=1)]
     answers += [answer("c", prompt=2, right=False), answer("d", prompt=2, number=1, right=False)]
-    pairs, reasons = chosen(cfg(), answers)
+    pairs, reasons = choose_pairs(cfg(), answers)
     assert [better.prompt for better, _ in pairs] == [1]
     assert reasons == {"all answers the same or empty": 1, "all answers wrong": 1}
     same = [answer("e", prompt=3, right=right, number=n) for right in (True, False) for n in (0, 1)]
-    assert [chosen(cfg(), same[:2])[1], chosen(cfg(), same[2:])[1]] == [
+    assert [choose_pairs(cfg(), same[:2])[1], choose_pairs(cfg(), same[2:])[1]] == [
         {"all answers right": 1},
         {"all answers wrong": 1},
     ]
@@ -183,7 +183,7 @@ def test_prompts_without_a_pair_are_counted_and_told_what_to_change():
 def test_several_pairs_of_a_prompt_share_no_answer():
     texts = [f"{FRESH} {n}" for n in range(3)] + [f"{LOOP} {n}" for n in range(2)]
     answers = [answer(text, number=n) for n, text in enumerate(texts)]
-    pairs, _ = chosen(cfg(pairs_per_prompt=5), answers)
+    pairs, _ = choose_pairs(cfg(pairs_per_prompt=5), answers)
     assert len(pairs) == 2 and len({id(one) for pair in pairs for one in pair}) == 4
     assert all(length_ratio(*pair) == 1 for pair in pairs)
 
@@ -278,7 +278,7 @@ def test_answers_that_a_stop_may_change_are_announced(run: Path, dtype: str):
     answers.write_text("".join(lines[:5]))
     again = python(*command, "--resume")
     assert "Traceback" not in first.stderr + again.stderr and len(rows_of(answers)) == len(lines) == 16
-    words = "5 answers are kept. The other 11 are sampled in other batches than without the stop, which bfloat16 rounds"
+    words = "5 answers are kept. The other 11 are sampled in other batches than without the stop, and bfloat16 rounds"
     assert (words in again.stderr) == (dtype == "bfloat16") and words not in first.stderr
 
 
@@ -297,9 +297,9 @@ def kept(folder: Path) -> None:
 def read_and_used(folder: Path) -> None:
     questions = kept_questions(folder / "prompts.jsonl", vocabulary=512, longest=80)
     answers = kept_answers(folder / "answers.jsonl", questions, 4)
-    pairs, reasons = chosen(cfg(), answers)
+    pairs, reasons = choose_pairs(cfg(), answers)
     report(len(questions), pairs, reasons)
-    json.dumps([row(questions[better.prompt], better, worse) for better, worse in pairs])
+    json.dumps([preference_row(questions[better.prompt], better, worse) for better, worse in pairs])
     json.dumps([dialogue(questions[answer.prompt], answer) for answer in best_answers(answers)])
 
 

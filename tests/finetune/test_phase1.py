@@ -23,7 +23,8 @@ import pytest
 import torch
 import yaml
 from datasets import load_from_disk
-from tiny_runs import ROOT, conversations, preferences, python, rows_of, settings, tiny_base, unheard
+from tiny_phases import Phase, same_weights
+from tiny_runs import ROOT, conversations, preferences, python, rows_of
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -46,31 +47,21 @@ from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runl
 from posttrain.types import UserError
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
-    folder = tmp_path_factory.mktemp("phase1")
-    base = tiny_base(folder / "base", tiny_tokenizer)
-    return SimpleNamespace(base=base, rows=conversations(folder / "rows.jsonl"), folder=folder)
-
-
-@pytest.fixture(scope="module")
-def whole(files: SimpleNamespace) -> Path:
-    """A run of twelve steps that nothing interrupted."""
-    file = settings(files.folder / "whole.yaml", "messages", files.base, files.rows)
-    train(file, f"output_dir={files.folder}/whole")
-    return files.folder / "whole"
+@pytest.fixture
+def files(sft: Phase) -> Phase:
+    return sft
 
 
 def train(file: Path, *more: str) -> None:
     train_phase1_sft.main(["--config", str(file), *more])
 
 
-def config_in(tmp_path: Path, files: SimpleNamespace, **trainer: Any) -> Path:
-    return settings(tmp_path / "sft.yaml", "messages", files.base, files.rows, **trainer)
+def config_in(tmp_path: Path, files: Phase, **trainer: Any) -> Path:
+    return files.config_in(tmp_path, **trainer)
 
 
 def test_a_micro_batch_that_does_not_fit_is_announced(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With what to write instead, for the rows that there are; the run goes on, since the plan is an estimate."""
     file = config_in(tmp_path, files, max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2)
@@ -80,7 +71,7 @@ def test_a_micro_batch_that_does_not_fit_is_announced(
     run = tmp_path / "little"
     train(file, f"output_dir={run}")
     told = capsys.readouterr().err
-    assert "Planned, not measured, and it may run out of memory. This run does not fit on this device: with" in told
+    assert "Planned, not measured: it may run out of memory. This run does not fit on this device: with" in told
     found = re.search(r"rows of up to (\d+) tokens", told)
     rows: Any = load_from_disk(str(run / "rows" / "train"))
     longest = max(map(len, rows["input_ids"]))
@@ -91,7 +82,7 @@ def test_a_micro_batch_that_does_not_fit_is_announced(
 # ---------------------------------------------------------------------------------------------------------------- a run
 
 
-def test_a_run_learns_and_saves(whole: Path, files: SimpleNamespace, tiny_chat: Chat) -> None:
+def test_a_run_learns_and_saves(whole: Path, files: Phase, tiny_chat: Chat) -> None:
     losses = rows_of(whole)
     assert list(losses) == list(range(1, 13))
     assert losses[12] < losses[1] - 0.1
@@ -109,11 +100,11 @@ def test_a_run_learns_and_saves(whole: Path, files: SimpleNamespace, tiny_chat: 
     assert AutoModelForCausalLM.from_pretrained(whole / "final").config.eos_token_id == tiny_chat.stop_id
 
 
-def test_the_loss_is_that_of_the_assistants_tokens_alone(whole: Path, files: SimpleNamespace) -> None:
+def test_the_loss_is_that_of_the_assistants_tokens_alone(whole: Path, files: Phase) -> None:
     """The held-out loss that TRL reports, recomputed from the handed-over weights without TRL."""
     from posttrain.data.loading import load_sft
 
-    cfg = resolve(SFTRun, files.folder / "whole.yaml")
+    cfg = resolve(SFTRun, files.folder / "run.yaml")
     net, chat = models.load(models.ModelSection(name_or_path=str(whole / "final")), device="cpu", chat_template=None)
     total, count = 0.0, 0
     for row in load_sft(cfg.data, chat).eval.to_list():
@@ -126,16 +117,6 @@ def test_the_loss_is_that_of_the_assistants_tokens_alone(whole: Path, files: Sim
         picked = -logprobs.gather(1, ids[1:, None])[:, 0][mask[1:]]
         total, count = total + picked.sum().item(), count + len(picked)
     assert rows_of(whole, "eval_loss")[12] == pytest.approx(total / count, abs=1e-5)
-
-
-def test_the_figures_of_held_out_rows_do_not_depend_on_batches(tmp_path: Path, files: SimpleNamespace) -> None:
-    """Means over batches would: the last of 8 rows would count as much as seven others."""
-    found = []
-    for size in (8, 7, 1):
-        out = tmp_path / f"by-{size}"
-        train(config_in(tmp_path, files, max_steps=1, per_device_eval_batch_size=size), f"output_dir={out}")
-        found.append([rows_of(out, f"eval_{name}")[1] for name in ("loss", "entropy", "mean_token_accuracy")])
-    assert found[1] == pytest.approx(found[0], abs=1e-5) and found[2] == pytest.approx(found[0], abs=1e-5)
 
 
 @pytest.fixture
@@ -198,7 +179,7 @@ def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
 
 
 def test_a_kernel_that_cannot_be_compiled_is_found_before_the_data_work(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Triton raises where there is no C compiler, from inside TRL's output layer."""
     from trl.kernels import chunked_logprob
@@ -279,7 +260,7 @@ def test_only_padding_on_the_right_is_read_without_a_mask() -> None:
     assert torch.equal(net.generate(ids, attention_mask=mask.flip(1), max_new_tokens=3, do_sample=False), cached)
 
 
-def test_packing_on_a_gpu_is_refused_without_a_kernel_for_it(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_packing_on_a_gpu_is_refused_without_a_kernel_for_it(tmp_path: Path, files: Phase) -> None:
     """sdpa would build one mask over all packed rows of a batch."""
     from trl.trainer.sft_config import SFTConfig
 
@@ -347,7 +328,7 @@ def test_length_pools_give_each_step_the_rows_of_one_process() -> None:
     assert sum(shared for _, shared in waited) < sum(one for one, _ in waited) / 2, waited
 
 
-def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: Phase) -> None:
     train(config_in(tmp_path, files, train_sampling_strategy="group_by_length", max_steps=18))
     tokens = list(rows_of(tmp_path / "run", "num_tokens").values())
     a_step = [after - before for before, after in zip([0, *tokens], tokens, strict=False)]
@@ -356,7 +337,7 @@ def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: Simpl
 
 
 def test_group_by_length_draws_new_batches_in_each_epoch(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row once in each of two epochs, in other batches; a run stopped in the second reads on in its order."""
     seen: list[list[tuple[int, ...]]] = []
@@ -381,7 +362,7 @@ def test_group_by_length_draws_new_batches_in_each_epoch(
     assert seen == second[4:] and rows_of(tmp_path / "run") == whole
 
 
-def test_packing_trains_on_whole_conversations(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_packing_trains_on_whole_conversations(tmp_path: Path, files: Phase) -> None:
     """Packed rows are as long as allowed, their labels are the same tokens, and the run learns."""
     train(config_in(tmp_path, files, packing=True, max_steps=4, per_device_train_batch_size=1))
     losses = rows_of(tmp_path / "run")
@@ -393,7 +374,7 @@ def test_packing_trains_on_whole_conversations(tmp_path: Path, files: SimpleName
 
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_what_the_device_calls_for(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
 ) -> None:
     from trl.trainer.sft_config import SFTConfig
 
@@ -409,27 +390,7 @@ def test_what_the_device_calls_for(
     assert (half.bf16, half.fp16) == (False, True)
 
 
-@pytest.mark.parametrize("tuning", ["lora", "qlora"])
-def test_adapters_train_and_are_merged(
-    tmp_path: Path, files: SimpleNamespace, tiny_tokenizer: PreTrainedTokenizerFast, tuning: str
-) -> None:
-    if tuning == "qlora":
-        pytest.importorskip("bitsandbytes")
-    base = tiny_base(tmp_path / "base", tiny_tokenizer, width=64)
-    file = settings(tmp_path / "sft.yaml", "messages", base, files.rows, max_steps=6, learning_rate=1e-2)
-    train(file, f"model.tuning={tuning}")
-    losses = rows_of(tmp_path / "run")
-    assert losses[6] < losses[1] - 0.1
-    final = tmp_path / "run" / "final"
-    checkpoint.verify(final)
-    checkpoint.verify(tmp_path / "run" / "adapter")
-    assert not list(final.glob("adapter*"))
-    merged, base_net = (AutoModelForCausalLM.from_pretrained(path) for path in (final, base))
-    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, base_net.model.layers[0].mlp.up_proj.weight)
-    assert torch.equal(merged.model.embed_tokens.weight, base_net.model.embed_tokens.weight)
-
-
-def test_an_8_bit_optimizer_trains(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_an_8_bit_optimizer_trains(tmp_path: Path, files: Phase) -> None:
     pytest.importorskip("bitsandbytes")
     train(config_in(tmp_path, files, max_steps=4, optim="adamw_8bit"))
     losses = rows_of(tmp_path / "run")
@@ -443,7 +404,7 @@ def finite(folder: Path) -> bool:
     return models.parameters_not_finite(AutoModelForCausalLM.from_pretrained(folder)) == ""
 
 
-def test_a_run_that_diverges_at_once_hands_nothing_over(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_a_run_that_diverges_at_once_hands_nothing_over(tmp_path: Path, files: Phase) -> None:
     with pytest.raises(UserError, match=r"stopped at step \d+:.*not a finite number.*nothing is saved") as error:
         train(config_in(tmp_path, files, learning_rate=1e30, save_steps=1))
     assert "trainer.learning_rate" in str(error.value) and "\n" not in str(error.value)
@@ -452,7 +413,7 @@ def test_a_run_that_diverges_at_once_hands_nothing_over(tmp_path: Path, files: S
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_exits_with_an_error_in_words(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_a_run_that_diverges_exits_with_an_error_in_words(tmp_path: Path, files: Phase) -> None:
     done = python("train_phase1_sft.py", "--config", str(config_in(tmp_path, files)), "trainer.learning_rate=1e30")
     assert done.returncode == 2 and done.stderr.count("error: The run stopped at step") == 1
     assert "Traceback" not in done.stderr and "Saved" not in done.stdout
@@ -461,7 +422,7 @@ def test_a_run_that_diverges_exits_with_an_error_in_words(tmp_path: Path, files:
 
 @pytest.mark.parametrize("clipped", [True, False])
 def test_a_run_that_diverges_later_saves_its_last_healthy_checkpoint(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, clipped: bool
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, clipped: bool
 ) -> None:
     """The weights are ruined by the 7th update, unseen in the checkpoint that is saved after it."""
     healthy: dict[int, torch.Tensor] = {}
@@ -489,13 +450,13 @@ def test_a_resumed_run_trusts_the_checkpoints_before_the_one_it_resumed_from(tmp
     state = SimpleNamespace(global_step=200, max_steps=400)
     reporter.on_train_begin(None, state, None)
     state.global_step = 210
-    with pytest.raises(training.NotFinite) as found:
+    with pytest.raises(training.NotFinite) as error:
         reporter.on_log(None, state, None, logs={"loss": math.nan})
-    assert found.value.updates == 200
+    assert error.value.updates == 200
 
 
 def test_a_checkpoint_with_weights_that_are_not_finite_is_not_sealed(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ruin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if state.global_step == 8:
@@ -510,7 +471,7 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_not_sealed(
 
 
 def test_held_out_rows_that_are_not_finite_fail_the_run(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last update ruins the model: no later gradient shows it."""
 
@@ -527,33 +488,8 @@ def test_held_out_rows_that_are_not_finite_fail_the_run(
 # ------------------------------------------------------------------------------------------------------ stop and go on
 
 
-def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_runs_losses(
-    tmp_path: Path, files: SimpleNamespace, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = config_in(tmp_path, files)
-    report = training.Reporter.on_log
-
-    def signal_at_step_6(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
-        report(self, args, state, control, **more)
-        if state.global_step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(training.Reporter, "on_log", signal_at_step_6)
-    with pytest.raises(SystemExit) as stopped:
-        train(file)
-    assert stopped.value.code == 143
-    checkpoint.verify(tmp_path / "run" / "checkpoint-7")
-    assert not (tmp_path / "run" / "final").exists()
-    monkeypatch.undo()
-    train(file, "--resume")
-    assert rows_of(tmp_path / "run") == rows_of(whole)
-    assert rows_of(tmp_path / "run", "grad_norm") == rows_of(whole, "grad_norm")
-    assert rows_of(tmp_path / "run", "num_tokens") == rows_of(whole, "num_tokens")
-    assert same_weights(tmp_path / "run", whole)
-
-
 def test_a_stop_in_the_middle_of_an_epoch_is_not_its_end(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is evaluated, logged and saved when an epoch ends waits for that."""
     changes = {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
@@ -579,34 +515,16 @@ def test_a_stop_in_the_middle_of_an_epoch_is_not_its_end(
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("how", ["closed", "unread"])
-def test_a_run_that_nobody_reads_goes_on(tmp_path: Path, files: SimpleNamespace, whole: Path, how: str) -> None:
-    """As `>&- 2>&-` and `2>&1 | head -1` leave it."""
-    assert unheard(how, "train_phase1_sft.py", "--config", str(config_in(tmp_path, files))) == 0
-    assert rows_of(tmp_path / "run") == rows_of(whole)
-    assert same_weights(tmp_path / "run", whole)
-
-
-def test_the_model_card_is_part_of_the_result(whole: Path) -> None:
-    from huggingface_hub import ModelCard
-
-    card: Any = ModelCard.load(whole / "final" / "README.md")
-    assert card.data.library_name == "transformers" and "sft" in card.data.tags
-    assert "| loss" in card.text or "loss |" in card.text
-    assert "README.md" in checkpoint.verify(whole / "final")["files"]
-    assert not (whole / "README.md").exists()  # TRL's
-
-
 @pytest.mark.slow
 def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
-    tmp_path: Path, files: SimpleNamespace, whole: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, files: Phase, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SIGKILL falls between the files of checkpoint-8 and its manifest."""
     file = config_in(tmp_path, files)
     program = textwrap.dedent(
         """
         import os, signal, sys
-        from posttrain import checkpoint
+        from posttrain.runtime import checkpoint
         seal = checkpoint.seal
         def killed(folder, **meta):
             if folder.name == "checkpoint-8":
@@ -635,7 +553,7 @@ def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
 )
 def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
     tmp_path: Path,
-    files: SimpleNamespace,
+    files: Phase,
     whole: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -675,7 +593,7 @@ def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
     assert same_weights(tmp_path / "run", whole)
 
 
-def test_a_source_may_be_gone_once_its_rows_are_kept(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_a_source_may_be_gone_once_its_rows_are_kept(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files)
     text = file.read_text()
     source = Path(yaml.safe_load(text)["data"]["sources"][0]["path"])
@@ -690,15 +608,13 @@ def test_a_source_may_be_gone_once_its_rows_are_kept(tmp_path: Path, files: Simp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.05, 0.15, 0.3, 0.45, 0.6])
-def test_a_kill_at_any_time_loses_no_exactness(
-    tmp_path: Path, files: SimpleNamespace, whole: Path, seconds: float
-) -> None:
+def test_a_kill_at_any_time_loses_no_exactness(tmp_path: Path, files: Phase, whole: Path, seconds: float) -> None:
     """SIGKILL so many seconds after the first step: inside a step, a save or a rotation."""
     file = config_in(tmp_path, files)
     program = textwrap.dedent(
         f"""
         import os, signal, sys, threading
-        from posttrain import training
+        from posttrain.finetune import training
         begin = training.Reporter.on_train_begin
         def on_train_begin(self, *args, **more):
             begin(self, *args, **more)
@@ -715,7 +631,7 @@ def test_a_kill_at_any_time_loses_no_exactness(
 
 
 def test_a_run_that_never_saved_resumes_from_the_beginning(
-    tmp_path: Path, files: SimpleNamespace, whole: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, files: Phase, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = config_in(tmp_path, files)
     (tmp_path / "run").mkdir()
@@ -725,7 +641,7 @@ def test_a_run_that_never_saved_resumes_from_the_beginning(
     assert rows_of(tmp_path / "run") == rows_of(whole)
 
 
-def test_resume_of_a_finished_run_changes_no_figure(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_resume_of_a_finished_run_changes_no_figure(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files, max_steps=4)
     train(file)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -734,7 +650,7 @@ def test_resume_of_a_finished_run_changes_no_figure(tmp_path: Path, files: Simpl
     checkpoint.verify(tmp_path / "run" / "final")
 
 
-def test_resume_with_other_settings_is_refused(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_resume_with_other_settings_is_refused(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files, max_steps=4)
     train(file)
     with pytest.raises(UserError, match=r"trainer.learning_rate was 0.001, now 0.01"):
@@ -743,7 +659,7 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path, files: SimpleName
 
 
 def test_resume_on_another_number_of_processes_that_do_not_divide_a_batch_is_refused(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any data is read: each batch would be of another size, and of other rows."""
     file = config_in(tmp_path, files, max_steps=4)
@@ -760,10 +676,6 @@ def test_resume_on_another_number_of_processes_that_do_not_divide_a_batch_is_ref
         assert run_identity.same_batches(tmp_path / "run", cfg) is cfg
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    return (one / "final" / "model.safetensors").read_bytes() == (other / "final" / "model.safetensors").read_bytes()
-
-
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -771,14 +683,14 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_in_use_is_left_as_it_is(whole: Path, files: SimpleNamespace) -> None:
+def test_a_folder_in_use_is_left_as_it_is(whole: Path, files: Phase) -> None:
     before = snapshot(whole)
     with pytest.raises(UserError, match=r"--resume.*output_dir="):
-        train(files.folder / "whole.yaml", f"output_dir={whole}")
+        train(files.folder / "run.yaml", f"output_dir={whole}")
     assert snapshot(whole) == before
 
 
-def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files)
     with pytest.raises(UserError, match="previous phase"):
         train(file, "model.name_or_path=runs/none/final")
@@ -794,7 +706,7 @@ def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files:
 
 
 def test_what_cannot_be_set_up_is_a_mistake_to_fix(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
@@ -846,7 +758,7 @@ def test_what_comes_next_is_the_command_where_that_is_how_one_began(
         assert training.next_command("phase2_dpo", Path(given), Path("f"), "cuda") == f"posttrain dpo {words}"
 
 
-def test_the_command_line_says_it_in_one_paragraph_with_code_2(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_the_command_line_says_it_in_one_paragraph_with_code_2(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files)
     done = python("train_phase1_sft.py", "--config", str(file), "model.name_or_path=runs/none/final")
     assert done.returncode == 2
@@ -885,7 +797,7 @@ def test_help_and_print_config_import_nothing_heavy(script: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_network_call_and_a_local_tracker(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_no_network_call_and_a_local_tracker(tmp_path: Path, files: Phase) -> None:
     """A whole run with an adapter and two dashboards, every socket call recorded; figures reach both, in groups."""
     program = textwrap.dedent(
         """
@@ -921,7 +833,7 @@ def test_no_network_call_and_a_local_tracker(tmp_path: Path, files: SimpleNamesp
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path, files: Phase) -> None:
     alone = config_in(tmp_path, files, max_steps=6, per_device_train_batch_size=8)
     train(alone, f"output_dir={tmp_path}/alone")
     done = python(
@@ -976,7 +888,7 @@ def test_the_reference_run_without_a_network_is_one_paragraph(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_own_data_needs_no_network(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_own_data_needs_no_network(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files, max_steps=2)
     unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     done = python("train_phase1_sft.py", "--config", str(file), "data.decontaminate=true", env=unplugged)
@@ -984,21 +896,9 @@ def test_own_data_needs_no_network(tmp_path: Path, files: SimpleNamespace) -> No
     assert "NOT checked" in done.stdout
 
 
-def test_own_data_trains_with_the_reference_settings_on_a_laptop(tmp_path: Path, files: SimpleNamespace) -> None:
-    """40 conversations, no GPU, no config of one's own: three steps, of which the first and the last show a loss."""
-    source = f"[{{kind: messages, path: {conversations(tmp_path / 'mine.jsonl', 40)}}}]"
-    where = [f"output_dir={tmp_path}/run", "report_to=none", "device=cpu", "data.decontaminate=false"]  # no network
-    train_phase1_sft.main([f"model.name_or_path={files.base}", "model.tuning=lora", f"data.sources={source}", *where])
-    losses, final = rows_of(tmp_path / "run"), tmp_path / "run" / "final"
-    assert list(losses) == [1, 3] and all(math.isfinite(loss) for loss in losses.values())
-    assert {"README.md", "config.json"} <= checkpoint.verify(final)["files"].keys()
-    trained, before = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (final, files.base))
-    assert trained.keys() == before.keys() and any(not torch.equal(trained[name], before[name]) for name in before)
-
-
 @pytest.mark.parametrize("given, logged", [({}, [1, 5, 7]), ({"logging_first_step": False}, [5, 7])])
 def test_the_first_and_the_last_step_are_logged(
-    tmp_path: Path, files: SimpleNamespace, given: dict[str, Any], logged: list[int]
+    tmp_path: Path, files: Phase, given: dict[str, Any], logged: list[int]
 ) -> None:
     train(config_in(tmp_path, files, max_steps=7, logging_steps=5, **given))
     assert list(rows_of(tmp_path / "run")) == logged
@@ -1016,7 +916,7 @@ def test_the_first_and_the_last_step_are_logged(
     ],
 )
 def test_what_the_optimizer_does_not_take_is_told_before_any_work(
-    tmp_path: Path, files: SimpleNamespace, trainer: dict[str, Any], words: str
+    tmp_path: Path, files: Phase, trainer: dict[str, Any], words: str
 ) -> None:
     from trl.trainer.sft_config import SFTConfig
 

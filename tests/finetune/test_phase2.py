@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import re
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +14,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from tiny_runs import preferences, python, rows_of, settings, tiny_base, unheard
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
+from tiny_phases import Phase
+from tiny_runs import python, rows_of
+from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.dpo_trainer import DPOTrainer
 
 import train_phase2_dpo
 from posttrain.config.dpo import DPORun
 from posttrain.config.loading import resolve
-from posttrain.config.shared import ModelSection
 from posttrain.config.trl_fields import DPO_LOSSES
 from posttrain.finetune import training, trl_trainers
 from posttrain.models import loading as models
@@ -34,33 +31,21 @@ from posttrain.runtime import checkpoint, trl_arguments
 from posttrain.types import UserError
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
-    """What phase 1 would have saved, and some pairs."""
-    folder = tmp_path_factory.mktemp("phase2")
-    section = ModelSection(name_or_path=str(tiny_base(folder / "base", tiny_tokenizer)))
-    net, chat = models.load(section, device="cpu", chat_template=None)
-    before = models.save(folder / "phase1" / "final", net, chat, {}, source=section, phase="phase1", step=1)
-    return SimpleNamespace(before=before, rows=preferences(folder / "rows.jsonl"), folder=folder)
-
-
-@pytest.fixture(scope="module")
-def whole(files: SimpleNamespace) -> Path:
-    file = settings(files.folder / "whole.yaml", "preferences", files.before, files.rows)
-    train(file, f"output_dir={files.folder}/whole")
-    return files.folder / "whole"
+@pytest.fixture
+def files(dpo: Phase) -> Phase:
+    return dpo
 
 
 def train(file: Path, *more: str) -> None:
     train_phase2_dpo.main(["--config", str(file), *more])
 
 
-def config_in(tmp_path: Path, files: SimpleNamespace, **trainer: Any) -> Path:
-    return settings(tmp_path / "dpo.yaml", "preferences", files.before, files.rows, **trainer)
+def config_in(tmp_path: Path, files: Phase, **trainer: Any) -> Path:
+    return files.config_in(tmp_path, **trainer)
 
 
 def test_the_reference_is_shown_in_lines_where_there_is_no_terminal(
-    tmp_path: Path, files: SimpleNamespace, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, files: Phase, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(config_in(tmp_path, files, max_steps=1))
     told = capfd.readouterr().err
@@ -81,21 +66,8 @@ def test_a_run_starts_at_ln_2_learns_and_saves(whole: Path, tiny_chat: Chat) -> 
     assert meta == {"phase": "phase2", "step": 12, "chat_template_sha256": tiny_chat.hash}
 
 
-def test_the_figures_of_held_out_pairs_do_not_depend_on_batches(tmp_path: Path, files: SimpleNamespace) -> None:
-    """And the share of pairs in the model card is one of whole pairs."""
-    found, names = [], ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen")
-    for size in (8, 7, 1):
-        out = tmp_path / f"by-{size}"
-        train(config_in(tmp_path, files, max_steps=1, per_device_eval_batch_size=size), f"output_dir={out}")
-        found.append([rows_of(out, f"eval_{name}")[1] for name in names])
-    assert found[1] == pytest.approx(found[0], abs=1e-5) and found[2] == pytest.approx(found[0], abs=1e-5)
-    (record,) = checkpoint.verify(out / "final")["meta"]["history"]
-    (wins,) = [one["value"] for one in record["results"] if "chosen answer" in one["name"]]
-    assert 8 * wins == pytest.approx(round(8 * wins), abs=1e-6)
-
-
 def test_the_reference_is_the_policy_and_not_what_its_name_says(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model in memory differs from the folder it was loaded from; the first loss is ln 2 all the same."""
     load = models.load
@@ -114,7 +86,7 @@ def test_the_reference_is_the_policy_and_not_what_its_name_says(
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_wrong_reference_stops_the_run(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, bf16: bool
+    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
     """The policy changes between the reference pass and the first step."""
     fit = training.fit
@@ -220,10 +192,10 @@ def trainers(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Simpl
         precompute_ref_log_probs=True, use_weighting=True, gradient_checkpointing=False, disable_tqdm=True,
     )  # fmt: skip
     made = []
-    for kind in (DPOTrainer, trl_trainers.counts_each_pair(DPOTrainer)):
+    for kind in (trl_trainers.TokenTrainer, trl_trainers.PairTrainer):
         torch.manual_seed(0)
         net = LlamaForCausalLM(shape)
-        trainer = trl_trainers.takes_token_ids(kind)(
+        trainer: Any = kind(
             model=net, args=args, train_dataset=Dataset.from_list(pairs), processing_class=tiny_chat.tokenizer
         )
         with torch.no_grad():
@@ -291,7 +263,7 @@ PLAIN: dict[str, Any] = {
 
 @pytest.mark.parametrize("loss", DPO_LOSSES)
 def test_a_setting_that_has_no_effect_is_refused(
-    trainers: SimpleNamespace, tmp_path: Path, files: SimpleNamespace, loss: str
+    trainers: SimpleNamespace, tmp_path: Path, files: Phase, loss: str
 ) -> None:
     """Tried in TRL's own trainer: what changes no loss is refused, what changes one is taken."""
     smooth = {"label_smoothing": 0.01} if loss == "exo_pair" else {}  # which takes no 0
@@ -327,7 +299,7 @@ def test_a_setting_that_has_no_effect_is_refused(
     ],
 )
 def test_settings_that_do_nothing_together_are_refused(
-    tmp_path: Path, files: SimpleNamespace, trainer: dict[str, Any], words: str
+    tmp_path: Path, files: Phase, trainer: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError, match=rf"cannot be used together: .*{words}"):
         train(config_in(tmp_path, files, **trainer))
@@ -338,7 +310,7 @@ def test_settings_that_do_nothing_together_are_refused(
 )
 @pytest.mark.parametrize("several", [True, False])
 def test_what_a_refusal_says_to_write_can_be_written(
-    tmp_path: Path, files: SimpleNamespace, key: str, value: float, several: bool
+    tmp_path: Path, files: Phase, key: str, value: float, several: bool
 ) -> None:
     """Also where the config has several losses with weights, as the quickstart's has."""
     mixed = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]} if several else {}
@@ -356,7 +328,7 @@ def test_what_a_refusal_says_to_write_can_be_written(
     assert args.loss_type == ["discopop" if "discopop" in key else "robust"]
 
 
-def test_weights_that_fit_no_losses_are_refused_with_what_to_write(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_weights_that_fit_no_losses_are_refused_with_what_to_write(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files, loss_type=["ipo"], loss_weights=[1.0, 1.0])
     with pytest.raises(UserError, match=r"write (trainer\.loss_weights='\[1\.0\]')") as told:
         train(file)
@@ -374,67 +346,19 @@ def test_a_constant_rate_has_no_warmup() -> None:
 
 
 @pytest.mark.parametrize("key", ["ref_model_mixup_alpha", "ref_model_sync_steps", "sync_ref_model"])
-def test_keys_of_a_moving_reference_are_refused(tmp_path: Path, files: SimpleNamespace, key: str) -> None:
+def test_keys_of_a_moving_reference_are_refused(tmp_path: Path, files: Phase, key: str) -> None:
     with pytest.raises(UserError, match=f"trainer.{key}: .*takes the reference from the policy in memory"):
         train(config_in(tmp_path, files, **{key: 1}))
 
 
-def test_a_mixed_loss_trains(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_a_mixed_loss_trains(tmp_path: Path, files: Phase) -> None:
     train(config_in(tmp_path, files, max_steps=2, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]))
     assert rows_of(tmp_path / "run")[1] > math.log(2) + 1
 
 
-@pytest.mark.parametrize("tuning", ["lora", "qlora"])
-def test_adapters(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, files: SimpleNamespace, tuning: str) -> None:
-    if tuning == "qlora":
-        pytest.importorskip("bitsandbytes")
-    base = tiny_base(tmp_path / "base", tiny_tokenizer, width=64)
-    file = settings(tmp_path / "dpo.yaml", "preferences", base, files.rows, max_steps=6, learning_rate=1e-2)
-    train(file, f"model.tuning={tuning}")
-    losses = rows_of(tmp_path / "run")
-    assert losses[1] == pytest.approx(math.log(2), abs=1e-3)
-    assert losses[6] < 0.68
-    merged, before = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "run" / "final", base))
-    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
-
-
-def test_a_stopped_run_goes_on_exactly_and_asks_the_reference_once(
-    tmp_path: Path, files: SimpleNamespace, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from trl.trainer.dpo_trainer import DPOTrainer
-
-    file = config_in(tmp_path, files)
-    report = training.Reporter.on_log
-
-    def signal_at_step_6(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
-        report(self, args, state, control, **more)
-        if state.global_step == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(training.Reporter, "on_log", signal_at_step_6)
-    with pytest.raises(SystemExit) as stopped:
-        train(file)
-    assert stopped.value.code == 130
-    monkeypatch.undo()
-
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("the reference was asked again")
-
-    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", never)
-    train(file, "--resume")
-    assert rows_of(tmp_path / "run") == rows_of(whole)
-    one, other = ((run / "final" / "model.safetensors").read_bytes() for run in (tmp_path / "run", whole))
-    assert one == other
-
-
-def test_a_run_that_nobody_reads_goes_on(tmp_path: Path, files: SimpleNamespace, whole: Path) -> None:
-    assert unheard("unread", "train_phase2_dpo.py", "--config", str(config_in(tmp_path, files))) == 0
-    assert rows_of(tmp_path / "run") == rows_of(whole)
-
-
 @pytest.mark.parametrize("damaged", ["data-*.arrow", pytest.param("cache-*.arrow", marks=pytest.mark.slow)])
 def test_damaged_pairs_or_reference_log_probs_are_made_again(
-    tmp_path: Path, files: SimpleNamespace, whole: Path, capsys: pytest.CaptureFixture[str], damaged: str
+    tmp_path: Path, files: Phase, whole: Path, capsys: pytest.CaptureFixture[str], damaged: str
 ) -> None:
     """Their checksum is no checkpoint's: a changed byte would otherwise train on other numbers without a word."""
     file = config_in(tmp_path, files)
@@ -457,24 +381,14 @@ def test_damaged_pairs_or_reference_log_probs_are_made_again(
     assert one == other
 
 
-def test_the_model_card_is_part_of_the_result(whole: Path) -> None:
-    from huggingface_hub import ModelCard
-
-    card: Any = ModelCard.load(whole / "final" / "README.md")
-    assert card.data.library_name == "transformers" and "dpo" in card.data.tags
-    assert "| loss" in card.text or "loss |" in card.text
-    assert "README.md" in checkpoint.verify(whole / "final")["files"]
-    assert not (whole / "README.md").exists()  # TRL's
-
-
-def test_another_template_than_phase_1s_is_refused(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_another_template_than_phase_1s_is_refused(tmp_path: Path, files: Phase) -> None:
     (tmp_path / "other.jinja").write_text(TEMPLATE_PATH.read_text() + "{# mine #}")
     with pytest.raises(UserError, match="another chat template"):
         train(config_in(tmp_path, files), f"chat.template={tmp_path}/other.jinja")
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unfinished_phase_1_is_refused(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_an_unfinished_phase_1_is_refused(tmp_path: Path, files: Phase) -> None:
     (tmp_path / "phase1").mkdir()
     (tmp_path / "phase1" / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match=r"no config.json.*--resume"):
@@ -484,7 +398,7 @@ def test_an_unfinished_phase_1_is_refused(tmp_path: Path, files: SimpleNamespace
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_two_processes(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files, max_steps=4)
     done = python("-m", "torch.distributed.run", "--nproc_per_node", "2", "train_phase2_dpo.py", "--config", str(file))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -493,15 +407,3 @@ def test_two_processes(tmp_path: Path, files: SimpleNamespace) -> None:
     assert losses[1] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[4] < losses[1]
     checkpoint.verify(tmp_path / "run" / "final")
-
-
-def test_own_pairs_train_with_the_reference_settings_on_a_laptop(tmp_path: Path, files: SimpleNamespace) -> None:
-    """40 pairs, no GPU, no config of one's own: a few steps, of which the first and the last show a loss."""
-    source = f"[{{kind: preferences, path: {preferences(tmp_path / 'mine.jsonl', 40)}}}]"
-    where = [f"output_dir={tmp_path}/run", "report_to=none", "device=cpu", "data.decontaminate=false"]  # no network
-    train_phase2_dpo.main([f"model.name_or_path={files.before}", "model.tuning=lora", f"data.sources={source}", *where])
-    losses, final = rows_of(tmp_path / "run"), tmp_path / "run" / "final"
-    assert list(losses) == [1, 3] and losses[1] == pytest.approx(math.log(2), abs=1e-3)
-    assert {"README.md", "config.json"} <= checkpoint.verify(final)["files"].keys()
-    trained, before = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (final, files.before))
-    assert trained.keys() == before.keys() and any(not torch.equal(trained[name], before[name]) for name in before)

@@ -32,7 +32,7 @@ from posttrain.types import UserError
 
 FILE = str(ROOT / "configs" / "phase3_starpo.yaml")
 OURS = "chat.template=chatml"
-WINDOWS = {"KV cache": ("slower", "engine=replay"), "shared prefixes": ("slower", "reads its prompt")}
+WINDOWS = {"KV cache": ("slower", "engine=replay"), "shared prefixes": ("slower", "reads the prompt again")}
 ODD: dict[str, dict[str, tuple[str, str]]] = {  # what is not simply ok: subject -> mark, words
     "llama": {"chat template": ("ok", "today's date")},
     "qwen2.5": {"chat template": ("ok", "the model's own"), "tied heads": ("ok", "is the embedding")},
@@ -40,15 +40,15 @@ ODD: dict[str, dict[str, tuple[str, str]]] = {  # what is not simply ok: subject
         "chat template": ("does not work", "removes the thoughts of earlier answers"),
         "tied heads": ("ok", "not"),
     },
-    "gemma3": {**WINDOWS, "stop token": ("ok", "<end_of_turn> (513) ends an answer, as its makers")},
+    "gemma3": {**WINDOWS, "stop token": ("ok", "<end_of_turn> (513) ends an answer, as in the model")},
     "smollm3": {"chat template": ("ok", "today's date")},
     "phi": {"chat template": ("ok", "2 tokens are added"), "LoRA": ("ok", "dense, fc1, fc2")},
     "phi3": {"chat template": ("does not work", "writes earlier turns differently once later ones follow"), **WINDOWS},
-    "gpt2": {"stop token": ("ok", "phase 1 has to teach it"), "LoRA": ("ok", "c_attn, c_fc, c_proj; not the output")},
+    "gpt2": {"stop token": ("ok", "phase 1 must teach it"), "LoRA": ("ok", "c_attn, c_fc, c_proj; not the output")},
     "mamba": {
         "attention": ("does not work", "model.attn_implementation=eager"),
         "LoRA": ("ok", "model.lora.target_modules=[in_proj,x_proj]"),
-        "longest context": ("ok", "names no limit"),
+        "longest context": ("ok", "has no limit"),
         **WINDOWS,
     },
 }
@@ -147,20 +147,20 @@ def test_what_a_conversation_starts_with(tmp_path: Path) -> None:
     tokenizer.save_pretrained(folder)
     found = lines(folder)
     puts = "the tokenizer puts <|endoftext|> (0) before plain text"
-    assert found["start of text"].words == f"{puts}, and so does the template, which lacked it and got it"
+    assert found["start of text"].words == f"{puts}; the template lacked them, so they were added to it"
     assert "the model has none, so" in found["chat template"].words and not marks(found, "does not work")
 
     checkpoint.seal(folder, phase="phase1", chat_template_sha256=template_hash(TEMPLATE_PATH.read_text()))
     words = lines(folder)["start of text"].words
-    assert words == f"{puts}, but an earlier phase trained without it, so it stays out"
+    assert words == f"{puts}, but an earlier phase was trained without them, so they are not added"
     some = "{% if messages[0].role == 'system' %}{{ bos_token }}{% endif %}"
     (folder / "chat_template.jinja").write_text(some + TEMPLATE_PATH.read_text())
     checkpoint.seal(folder, phase="base")
     words = lines(folder)["start of text"].words
-    assert words == f"{puts}, but the template writes it only in some dialogues, and is left as it is"
+    assert words == f"{puts}, but the template writes them only in some dialogues, and is not changed"
     (folder / "chat_template.jinja").write_text("{{ bos_token }}" + TEMPLATE_PATH.read_text())
     checkpoint.seal(folder, phase="base")
-    assert lines(folder)["start of text"].words == f"{puts}, and the template writes it"
+    assert lines(folder)["start of text"].words == f"{puts}, and the template writes them"
 
 
 def test_a_template_without_system_messages(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_positions_that_are_learnt_are_the_limit(tmp_path: Path) -> None:
     assert str(refused.value) == lines(gpt2)["longest context"].words
     assert marks(lines(gpt2), "does not work") == {"longest context"}
     assert lines(llama)["longest context"][::2] == (
-        "ok", "64 tokens; rollout.max_context is 1,024, which is more than it was trained on"
+        "ok", "64 tokens; rollout.max_context is 1,024, more than the model was trained on"
     )  # fmt: skip
     assert "longest context" in marks(
         lines(gpt2, "distillation=null", "rollout.max_context=64", "rollout.max_completion_length=8"), "ok"
@@ -264,22 +264,22 @@ def test_code_of_its_own_and_damage_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "words"),
+    ("arguments", "code", "words"),
     [
-        (["{folder}"], 0, "It can be trained so."),
+        (["{folder}"], 0, "It can be trained like this."),
         (["{folder}", "rollout.engine=slots", "--config", "{file}"], 0, "kept across turns"),
-        (["{folder}", "chat.template={plain}"], 1, "It cannot be trained so: 1 of these does not work."),
+        (["{folder}", "chat.template={plain}"], 1, "It cannot be trained like this: 1 of these does not work."),
         (["{folder}/nowhere"], 2, "does not exist"),
         (["{folder}", "rollout.slot=3"], 2, "did you mean"),
         (["{folder}", "--config", "configs/chat.yaml"], 2, "not a config of phase 1, 2 or 3"),
         (["{folder}", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
     ],
 )
-def test_exit_codes(tmp_path: Path, told: list[str], code: int, words: str) -> None:
+def test_exit_codes(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     folder = model_families.write(tmp_path / "model", "llama")
     places = {"folder": folder, "file": FILE, "plain": tmp_path / "plain.jinja"}
-    done = python("-m", "posttrain.plan.check_model", *(word.format_map(places) for word in told))
+    done = python("-m", "posttrain.plan.check_model", *(word.format_map(places) for word in arguments))
     assert done.returncode == code and words in (done.stdout + done.stderr), done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     if code != 2:

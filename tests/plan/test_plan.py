@@ -33,7 +33,7 @@ from posttrain.config.starpo import StarPORun
 from posttrain.models import loading as models
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.models.forward import head_logprobs, trained_states
-from posttrain.plan.episodes import Place
+from posttrain.plan.episodes import Place, always, learning, output_tiles, playing
 from posttrain.plan.shape import Shape
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.starpo.experience import Batch, Experience
@@ -168,13 +168,13 @@ def test_weights_gradients_and_moments_to_the_byte(kind: str, tuning: str, algor
         parameter.grad = torch.zeros_like(parameter)
     gradients = total(p.grad for group in learner.trainable for p in group if p.grad is not None)
     learner.optimizer.step()
-    held = plan.always(shape, cfg)
+    held = always(shape, cfg)
     beside = [learner.reference] if learner.reference is not None else []
     assert held["reference model"] == total(p for net in beside for p in net.parameters())
     own = list(learner.critic.parameters()) if learner.critic else []
     assert held["weights"] + held["critic"] == total([*learner.model.parameters(), *own])
     assert held["optimizer"] == total(moments(learner))
-    assert plan.learning(shape, cfg, CONTEXT, cuda=False)["gradients"] == gradients
+    assert learning(shape, cfg, CONTEXT, cuda=False)["gradients"] == gradients
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -190,7 +190,7 @@ def test_the_cache_to_the_byte_and_never_longer_than_a_context(kind: str, bf16: 
             sampler.append(handle, [7] * 60)
         sampler.sample(handles, SamplingParams(5), [0] * rows)  # 260: half as much again would be 384
         held = total(tensor for layer in sampler._layers for tensor in (layer.keys, layer.values))  # type: ignore
-    assert held == plan.playing(shape_of(model, cfg), cfg, rows)["KV cache"]
+    assert held == playing(shape_of(model, cfg), cfg, rows)["KV cache"]
 
 
 # -------------------------------------------------------------------------------------------------------- estimates
@@ -215,7 +215,7 @@ def test_activations(kind: str, bf16: bool, checkpointing: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), learner.autocast():
         states_SD, _ = trained_states(model.train(), [row.ids] * rows, [row.mask] * rows)
     found = sum(storage.nbytes() for storage in kept.values()) + states_SD.nbytes
-    planned = plan.learning(shape_of(model, cfg), cfg, rows * CONTEXT, cuda=False)["activations"]
+    planned = learning(shape_of(model, cfg), cfg, rows * CONTEXT, cuda=False)["activations"]
     assert found <= planned <= 1.3 * found
 
 
@@ -231,7 +231,7 @@ def test_the_tiles_of_the_output_layer(bonus: float, cap: float | None) -> None:
     with Alive(output.parameters()) as alive:
         logprobs, entropy = head_logprobs(model, hidden, torch.arange(512))
         (logprobs.sum() + (bonus * entropy.sum() if bonus else 0.0)).backward()
-    planned = plan.output_tiles(shape_of(network("llama"), cfg)._replace(vocabulary=5000), cfg, 512, cuda=False)
+    planned = output_tiles(shape_of(network("llama"), cfg)._replace(vocabulary=5000), cfg, 512, cuda=False)
     assert 0.6 * planned <= alive.peak <= 1.05 * planned  # what is as long as the states or the weights comes on top
 
 
@@ -249,7 +249,7 @@ def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool, bonus: float) 
         update(learner, rows)
         with Alive([*model.parameters(), *moments(learner)]) as alive:
             update(learner, rows)
-        planned = plan.learning(shape, cfg, rows * CONTEXT, cuda=False)
+        planned = learning(shape, cfg, rows * CONTEXT, cuda=False)
         alone = sum(planned.values()) - planned["shared prefixes"]  # these episodes have none
         assert 0.75 * alone <= alive.peak <= alone
 
@@ -257,7 +257,7 @@ def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool, bonus: float) 
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16), Alive(model.parameters()) as alive:
         handles = sampler.open([[row + 1] * (CONTEXT - 16) for row in range(rows)])
         sampler.sample(handles, SamplingParams(16), [0] * rows)
-    planned = sum(plan.playing(shape, cfg, rows).values())
+    planned = sum(playing(shape, cfg, rows).values())
     assert 0.75 * planned <= alive.peak <= planned
 
 
@@ -270,7 +270,7 @@ def test_four_and_eight_bits(tmp_path: Path, tiny_tokenizer: Any) -> None:
     # with this rank no matrix of the adapter is so small that its moments stay in float32
     source = {"name_or_path": str(tmp_path), "tuning": "qlora", "lora": {"r": 128}}
     cfg = config(model=source, trainer={"optim": "adamw_8bit"})
-    held, shape = plan.always(shape_of(whole, cfg), cfg), shape_of(whole, cfg)
+    held, shape = always(shape_of(whole, cfg), cfg), shape_of(whole, cfg)
     model, chat = models.load(cfg.model, device="cpu", chat_template=None)
     packed: list[Any] = [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
     states = [parameter.quant_state for parameter in packed]
@@ -395,15 +395,15 @@ def test_the_table_adds_up() -> None:
 def test_the_plan_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network("llama").save_pretrained(tmp_path)
     cfg = config(model={"name_or_path": str(tmp_path)})
-    planned = plan.make(cfg, torch.device("cpu"))
+    planned = plan.make_plan(cfg, torch.device("cpu"))
     assert planned.slots == 16 and planned.micro_batch_tokens == 2048
     assert 0 < planned.parts["always"]["held already"] < planned.available
     rollout = {"engine": "vllm", "vllm_gpu_memory_utilization": 0.05}  # little: a busy machine has no more
     rented = config(model={"name_or_path": str(tmp_path)}, rollout=rollout)
-    vllm = plan.make(rented, torch.device("cpu")).parts["always"]["vLLM"]
+    vllm = plan.make_plan(rented, torch.device("cpu")).parts["always"]["vLLM"]
     assert vllm == round(0.05 * psutil.virtual_memory().total)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # which share the memory
-    assert plan.make(cfg, torch.device("cpu")).available < planned.available / 2
+    assert plan.make_plan(cfg, torch.device("cpu")).available < planned.available / 2
 
 
 @pytest.mark.parametrize(

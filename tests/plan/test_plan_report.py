@@ -25,7 +25,7 @@ from posttrain.config.sft import SFTRun
 from posttrain.config.starpo import StarPORun
 from posttrain.plan import devices, known_models, report, rows, seconds, work
 from posttrain.plan.devices import Device, Fleet
-from posttrain.plan.episodes import Place
+from posttrain.plan.episodes import Place, always, learning
 from posttrain.plan.parts import Numbers
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import DataRows, Episodes
@@ -74,7 +74,7 @@ def test_every_config_file_has_a_plan(capsys: pytest.CaptureFixture[str], tmp_pa
         cfg = resolve(kind, file)
         if MISSING and any(env.name == "deep_coder" for env in getattr(cfg, "envs", [])):
             continue
-        plan.show(cfg, "all", str(file))
+        plan.print_plan(cfg, "all", str(file))
         table = capsys.readouterr().out.split("\n\n")[1].splitlines()
         assert len(table) == 1 + 3 * len(devices.DEVICES) and "does not fit" not in table[1], file
     assert list(tmp_path.iterdir()) == []
@@ -266,7 +266,7 @@ def test_more_rows_or_longer_ones_take_more_and_more_memory_takes_more_rows(
     place = Place(memory * GIB, cuda=cuda, processes=processes)
 
     def taken(cfg: Any, count: int, place: Place) -> int:
-        return plan.most(rows.rows_memory(shape, cfg, place, count))
+        return plan.peak_bytes(rows.rows_memory(shape, cfg, place, count))
 
     assert taken(cfg, batch, place) <= min(taken(cfg, 2 * batch, place), taken(longer, batch, place))
     best, more = (rows.largest_batch(shape, cfg, place._replace(free=each * GIB)) for each in (memory, 2 * memory))
@@ -309,9 +309,9 @@ def test_a_faster_device_is_never_slower_and_more_tokens_never_faster(
 
 def test_what_is_sharded_is_divided_and_activations_are_not() -> None:
     cfg = config(rollout={"groups": 16}, algorithm={"beta": 0.1}, trainer={"bf16": True})
-    whole, shared = plan.always(SHAPE, cfg), plan.always(SHAPE, cfg, 8)
+    whole, shared = always(SHAPE, cfg), always(SHAPE, cfg, 8)
     assert sum(shared.values()) == pytest.approx(sum(whole.values()) / 8, rel=1e-6)
-    alone, divided = (plan.learning(SHAPE, cfg, 4096, True, shards) for shards in (1, 8))
+    alone, divided = (learning(SHAPE, cfg, 4096, True, shards) for shards in (1, 8))
     assert divided["gradients"] == pytest.approx(alone["gradients"] / 8, rel=1e-6)
     assert divided["activations"] == alone["activations"] and divided["gathered weights"] > 0
     sft = run_of()

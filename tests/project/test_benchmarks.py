@@ -156,7 +156,7 @@ def test_the_episodes_of_trl_are_ours(rollout, tiny_chat):
         text = f"<think>so</think><answer>{actions[choice]}</answer>"
         return [*tiny_chat.content_ids(text), tiny_chat.stop_id]
 
-    class Player(ReplaySampler):
+    class Player(ReplaySampler):  # no model: it writes what `write` says
         def sample(self, handles, params, seeds):
             new_BN = [write(self._ids[handle]) for handle in handles]
             for handle, new in zip(handles, new_BN, strict=True):
@@ -165,7 +165,8 @@ def test_the_episodes_of_trl_are_ours(rollout, tiny_chat):
 
     protocol = Protocol.of(envs.make("frozen_lake"), **cfg.protocol.arguments())
     episodes = [set_up(envs.make("frozen_lake"), protocol, level, "train") for level in levels]
-    ours = play(Player(None, [], 0), tiny_chat, episodes, SamplingParams(40), [0] * 40)
+    no_model: Any = None
+    ours = play(Player(no_model, [], 0), tiny_chat, episodes, SamplingParams(40), [0] * 40)
     trainer = SimpleNamespace(
         eos_token_ids=[tiny_chat.stop_id],
         _generate_single_turn=lambda contexts, *_, num_generations: ([write(ids) for ids in contexts], None),

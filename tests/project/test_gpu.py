@@ -25,9 +25,9 @@ from test_sampler import PAD, PROMPTS, build, conversation, serve
 from tiny_runs import rows_of, settings, tiny_base
 from transformers import PreTrainedTokenizerFast
 
-from posttrain import plan
 from posttrain.models.convgpt import ConvGPTForCausalLM
 from posttrain.models.forward import head_logprobs, trained_states
+from posttrain.plan.episodes import learning
 from posttrain.plan.selftest import can_be_deterministic
 from posttrain.rollout.engines.compiled import CompiledSampler
 from posttrain.rollout.engines.slots import SlotSampler
@@ -124,7 +124,7 @@ def test_an_update_takes_at_most_the_memory_that_was_planned(kind: str, bf16: bo
         torch.cuda.reset_peak_memory_stats()
         update(learner, rows)
     found = torch.cuda.max_memory_allocated() - before
-    planned = plan.learning(shape_of(model, cfg), cfg, rows * CONTEXT, cuda=True)
+    planned = learning(shape_of(model, cfg), cfg, rows * CONTEXT, cuda=True)
     assert found <= 1.1 * (sum(planned.values()) - planned["shared prefixes"])
 
 

@@ -57,9 +57,9 @@ def one_layer(kind: type[ConvGPTForCausalLM] | type[Qwen3ForCausalLM]) -> PreTra
 
 
 @torch.no_grad()
-def clear(model: PreTrainedModel, rows: list[list[int]], said: list[list[Completion]], temperature: float) -> None:
+def clear(model: PreTrainedModel, rows: list[list[int]], answers: list[list[Completion]], temperature: float) -> None:
     """No draw of these conversations is within rounding of another token; greedily, no best one of the second best."""
-    for row, (prompt, turns) in enumerate(zip(rows, said, strict=True)):
+    for row, (prompt, turns) in enumerate(zip(rows, answers, strict=True)):
         ids = list(prompt)
         for turn, completion in enumerate(turns):
             start, length = len(ids), len(completion.ids)
@@ -86,13 +86,13 @@ def play(model: PreTrainedModel, sampler: SlotSampler, params: SamplingParams, p
     """Fourteen conversations of one to `most` turns, the shared prompts of some read once, so many places at a time."""
     rows = [PROMPTS[n % 5] for n in range(14)]
     turns = [1 + n % most for n in range(14)]
-    plain, heard = serve(SlotSampler(model, STOPS, PAD), params, places, rows, turns)
+    plain, rounds = serve(SlotSampler(model, STOPS, PAD), params, places, rows, turns)
     clear(model, rows, plain, params.temperature)
-    ours, ours_heard = serve(sampler, params, places, rows, turns)
+    ours, our_rounds = serve(sampler, params, places, rows, turns)
     equal(ours, plain)
-    assert min(map(len, heard)) < places, "nobody waited for the slowest"
+    assert min(map(len, rounds)) < places, "no turn waits for the slowest"
     assert not sampler._slot and sampler._layers[0].keys is None
-    return heard, ours_heard
+    return rounds, our_rounds
 
 
 @needs_compiler
@@ -110,8 +110,8 @@ def test_the_same_tokens_from_one_graph_whatever_the_sizes_and_the_weights(
 
     monkeypatch.setattr(CompiledSampler, "_prepared", prepared)
     params, before = SamplingParams(max_new_tokens=14), compiled_graphs()
-    heard, ours_heard = play(model, sampler, params, 6)
-    assert heard == ours_heard, "on a CPU rows are looked at after every token, as without compiling"
+    rounds, our_rounds = play(model, sampler, params, 6)
+    assert rounds == our_rounds, "on a CPU rows are looked at after every token, as without compiling"
     assert len({rows for rows, _, _ in seen}) > 2 and len({end for _, end, _ in seen}) > 2
     with torch.no_grad():
         for weight in model.parameters():

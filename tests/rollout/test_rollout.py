@@ -21,7 +21,8 @@ from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.rollout import episodes as rollout
 from posttrain.rollout.engines.replay import ReplaySampler
-from posttrain.rollout.episodes import Context, complete, open_sampler, play, set_up, thoughts
+from posttrain.rollout.episodes import Context, complete, open_sampler, play, set_up
+from posttrain.rollout.thoughts import thoughts
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0)
@@ -64,7 +65,7 @@ def episodes(count: int, env: str = "frozen_lake", **protocol: Any) -> list[Epis
 
 
 class Scripted(ReplaySampler):
-    """An engine that writes what it is told, turn by turn, and keeps what it was given."""
+    """An engine that writes given turns and records what it was given."""
 
     def __init__(self, chat: Chat, answers: list[list[str]], finished: bool = True) -> None:
         self.chat, self.answers, self.finished = chat, answers, finished
@@ -117,18 +118,18 @@ def test_trained_tokens_are_the_sampled_ones_under_the_context_they_had(
     sampler = open_sampler(model, tiny_chat)
     trajectories = play(sampler, tiny_chat, played, PARAMS, list(range(4)), slots=3, context=MODES[mode])
     for trajectory in trajectories:
-        said = [message["content"] for message in trajectory.messages if message["role"] == "assistant"]
-        heard = {len(trajectory.turn_rewards), len(trajectory.state_keys)}
-        assert heard == {len(said)} == {trajectory.turns} and trajectory.turns == 4
+        texts = [message["content"] for message in trajectory.messages if message["role"] == "assistant"]
+        counts = {len(trajectory.turn_rewards), len(trajectory.state_keys)}
+        assert counts == {len(texts)} == {trajectory.turns} and trajectory.turns == 4
         assert [turn for segment in trajectory.segments for turn in segment.turns] == list(range(trajectory.turns))
         for segment in trajectory.segments:
             with torch.no_grad():
                 logprobs_TV = model(input_ids=torch.tensor([segment.ids])).logits[0].log_softmax(-1)
             sampled: set[int] = set()
             for turn, start, end in zip(segment.turns, segment.turn_starts, segment.turn_ends, strict=True):
-                assert tiny_chat.decode(segment.ids[start:end]) == said[turn]
+                assert tiny_chat.decode(segment.ids[start:end]) == texts[turn]
                 opening = len(tiny_chat.content_ids("<think>")) if forced else 0
-                assert said[turn].startswith("<think>" if forced else "")
+                assert texts[turn].startswith("<think>" if forced else "")
                 sampled.update(range(start + opening, end))
             for i, (token, on, logprob) in enumerate(zip(segment.ids, segment.mask, segment.logprobs, strict=True)):
                 assert on == (i in sampled)
@@ -137,7 +138,7 @@ def test_trained_tokens_are_the_sampled_ones_under_the_context_they_had(
         assert len(trajectory.sampled_logprobs) == trajectory.tokens
         cut = [trajectory.sampled_ids[end - count : end] for end, count in ends(trajectory.turn_tokens)]
         for turn, ids in enumerate(cut):
-            assert ("<think>" if forced else "") + tiny_chat.decode(ids) == said[turn]
+            assert ("<think>" if forced else "") + tiny_chat.decode(ids) == texts[turn]
         windows = MODES[mode].kind != "full"
         assert len(trajectory.segments) == (trajectory.turns if windows else 1) or mode == "full, tight"
         assert (trajectory.dropped_turns > 0) == ("tight" in mode)
@@ -215,13 +216,13 @@ def test_windows_show_what_they_should(tiny_chat: Chat) -> None:
     assert [segment.turns for segment in trajectory.segments] == [[n] for n in range(6)]
     assert [segment.first_turn for segment in trajectory.segments] == [0, 0, 0, 1, 2, 3]
     assert trajectory.dropped_turns == 0 and trajectory.turn_scores == [-0.25, 0.0] * 3
-    said = game()
+    twin = game()
     (summed,) = play(Again(tiny_chat, moves), tiny_chat, [game()], PARAMS, [0], context=Context("single_turn", 3))
     for turn, segment in enumerate(summed.segments):
         text = tiny_chat.decode(segment.ids[: segment.turn_starts[0]])
-        assert text.count("<|im_start|>") == 3 and said.summary(max(0, turn - 2)) in text
+        assert text.count("<|im_start|>") == 3 and twin.summary(max(0, turn - 2)) in text
         assert segment.mask.count(True) == len(segment.ids) - segment.turn_starts[0]
-        said.step(moves[0][turn])
+        twin.step(moves[0][turn])
 
 
 def test_the_older_half_of_the_turns_leaves_a_full_context_and_is_counted(tiny_chat: Chat) -> None:

@@ -160,8 +160,8 @@ def test_a_run_that_plays_ahead_stops_at_a_signal_and_goes_on(player: Path, tmp_
         metrics = tmp_path / "run" / "metrics.jsonl"
         until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), 120)
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[1]
-        assert process.returncode == 143, said
+        output = process.communicate(timeout=60)[1]
+        assert process.returncode == 143, output
         (left,) = (tmp_path / "run").glob("checkpoint-*")
         stopped = int(left.name.split("-")[1])
         train(file, *command[4:], f"rollout.servers=[{servers[1].url}]", "--resume")

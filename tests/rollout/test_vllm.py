@@ -94,8 +94,8 @@ def test_seeds_decide(engine: VLLMSampler) -> None:
 
 def test_turns_join_and_leave(engine: VLLMSampler) -> None:
     rows = [[5, 6, 7 + n] for n in range(7)]
-    said, _ = serve(engine, SamplingParams(max_new_tokens=10), 3, rows, [1 + n % 3 for n in range(7)])
-    assert [len(turns) for turns in said] == [1 + n % 3 for n in range(7)]
+    completions, _ = serve(engine, SamplingParams(max_new_tokens=10), 3, rows, [1 + n % 3 for n in range(7)])
+    assert [len(turns) for turns in completions] == [1 + n % 3 for n in range(7)]
 
 
 def test_it_writes_with_todays_weights(engine: VLLMSampler) -> None:
@@ -159,17 +159,17 @@ def test_the_command_of_the_docs_serves_what_the_model_writes(
     final = models.save(tmp_path / "final", model, copy.deepcopy(tiny_chat), {}, source=ModelSection(name_or_path="x"))
     with served(final, "--served-model-name", "mine", *more) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
-        told = ask(client, Path("mine"), max_tokens=16)
-    assert told.choices[0].message.content == local(final, QUESTION, 16)
-    assert told.usage.prompt_tokens == len(tiny_chat.prompt(QUESTION))
+        reply = ask(client, Path("mine"), max_tokens=16)
+    assert reply.choices[0].message.content == local(final, QUESTION, 16)
+    assert reply.usage.prompt_tokens == len(tiny_chat.prompt(QUESTION))
 
 
 def test_phase_3_learns_from_what_a_vllm_server_wrote(tmp_path: Path, tiny_chat: Chat) -> None:
     pytest.importorskip("vllm")
     model, chat = llama(len(tiny_chat.tokenizer), 512), copy.deepcopy(tiny_chat)
     player = models.save(tmp_path / "player" / "final", model, chat, {}, source=ModelSection(name_or_path="x"))
-    told = ("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching")
-    with served(player, *told, "--max-num-batched-tokens", "8192") as address:
+    options = ("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching")
+    with served(player, *options, "--max-num-batched-tokens", "8192") as address:
         file = settings(
             tmp_path / "run.yaml",
             player,
@@ -192,8 +192,8 @@ def served(folder: Path, *more: str) -> Iterator[str]:
     command += ["--gpu-memory-utilization", "0.2"]
     log = folder.parent / "vllm.log"
     with (
-        log.open("w") as told,
-        subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=told, stderr=told) as server,
+        log.open("w") as out,
+        subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=out, stderr=out) as server,
     ):
         try:
             while not answers(openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)):

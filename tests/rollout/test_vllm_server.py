@@ -1,4 +1,4 @@
-"""Is a `vllm serve` asked as it answers, and given today's weights?  A stand-in answers as vLLM 0.32 did."""
+"""Are the requests to `vllm serve` right, and does it get the latest weights?  A stand-in answers as vLLM 0.32 did."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -52,12 +52,12 @@ def change(model: PreTrainedModel) -> None:
 
 @dataclass(eq=False)
 class Turn:
-    """A turn that is to be written after these ids."""
+    """A turn to write after these ids."""
 
     ids: list[int]
     seed: int
     params: SamplingParams
-    said: Completion | None = None
+    completion: Completion | None = None
 
 
 class StandIn(ThreadingHTTPServer):
@@ -84,31 +84,31 @@ class StandIn(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def die(self) -> None:
-        """Nothing is answered any more."""
+        """Stop answering."""
         self.released.set()
         self.shutdown()
         self.server_close()
 
     def complete(self, given: dict[str, Any]) -> Any:
-        """The turn; whoever finds the model free writes those of all that wait in one batch."""
+        """Return a turn; the first thread that gets the model writes all waiting turns in one batch."""
         wanted = (given["model"], given["ignore_eos"], given["return_token_ids"], given["logprobs"])
         assert wanted == ("policy", True, True, 0)
         mine = Turn(given["prompt"], given["seed"], SamplingParams(given["max_tokens"], given["temperature"]))
         self.waiting.append(mine)
-        while mine.said is None:
+        while mine.completion is None:
             self.going_on.wait()
             with self.busy:
-                if mine.said is None and self.going_on.is_set():
+                if mine.completion is None and self.going_on.is_set():
                     turns = [turn for turn in self.waiting if turn.params == mine.params]
                     engine = SlotSampler(self.model, given["stop_token_ids"], self.chat.pad_id)
                     handles = engine.open([turn.ids for turn in turns])
-                    said = engine.sample(handles, mine.params, [turn.seed for turn in turns])
-                    for turn, turn.said in zip(turns, said, strict=True):
+                    completions = engine.sample(handles, mine.params, [turn.seed for turn in turns])
+                    for turn, turn.completion in zip(turns, completions, strict=True):
                         self.waiting.remove(turn)
-        said = mine.said
-        reason = "stop" if said.finished else "length"
-        logprobs = {"token_logprobs": said.logprobs, "tokens": [""] * len(said.ids), "top_logprobs": None}
-        return {"choices": [{"token_ids": said.ids, "logprobs": logprobs, "finish_reason": reason, "text": ""}]}
+        completion = mine.completion
+        reason = "stop" if completion.finished else "length"
+        logprobs = {"token_logprobs": completion.logprobs, "tokens": [""] * len(completion.ids), "top_logprobs": None}
+        return {"choices": [{"token_ids": completion.ids, "logprobs": logprobs, "finish_reason": reason, "text": ""}]}
 
 
 class Requests(BaseHTTPRequestHandler):
@@ -217,7 +217,7 @@ def test_turns_are_the_policys_own_with_todays_weights(
                 ids, spans = conversation(sampler, PARAMS)
                 assert ids == conversation(local(tiny_chat, model), PARAMS)[0]
                 check_logprobs(model, ids, spans, 1.0)
-                assert {said.version for row in spans for _, said in row} == {version}
+                assert {completion.version for row in spans for _, completion in row} == {version}
             change(model)
     order = ["/pause?mode=wait", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"]
     for server in servers:
@@ -247,9 +247,9 @@ def test_weights_that_come_between_turns_count_from_the_next_turn_on(tmp_path: P
         ids, spans = [*ROWS[0]], []
 
         def then(finished: list[tuple[int, Any]]) -> list[tuple[int, int]]:
-            ((handle, said),) = finished
-            spans.append((len(ids), said))
-            ids.extend([*said.ids, 20, 21])
+            ((handle, completion),) = finished
+            spans.append((len(ids), completion))
+            ids.extend([*completion.ids, 20, 21])
             ahead.append(handle, [20, 21])
             if len(spans) == 2:
                 change(model)
@@ -257,11 +257,11 @@ def test_weights_that_come_between_turns_count_from_the_next_turn_on(tmp_path: P
             return [(handle, len(spans))] if len(spans) < 4 else []
 
         ahead.converse([(*ahead.open([ROWS[0]]), 0)], PARAMS, then)
-        assert [said.version for _, said in spans] == [1, 1, 2, 2]
-        for start, said in spans:
-            by = old if said.version == 1 else model
+        assert [completion.version for _, completion in spans] == [1, 1, 2, 2]
+        for start, completion in spans:
+            by = old if completion.version == 1 else model
             logprobs = by(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-            for n, (token, logprob) in enumerate(zip(said.ids, said.logprobs, strict=True)):
+            for n, (token, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True)):
                 assert logprobs[start + n - 1, token].item() == pytest.approx(logprob, abs=1e-4)
 
 
@@ -271,11 +271,11 @@ def test_a_server_that_dies_costs_its_turns_alone(
     model = llama()
     with standing_in(tiny_chat, 2) as servers:
         sampler = connected(tiny_chat, model, servers, tmp_path)
-        honest, told = sampler._begin, []
+        honest, sizes = sampler._begin, []
 
         def begin(turns: Any) -> None:
-            told.append(len(turns))
-            if len(told) == 3:
+            sizes.append(len(turns))
+            if len(sizes) == 3:
                 servers[0].die()
             honest(turns)
 
@@ -305,7 +305,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_hangs_costs_its_turns_alone(tmp_path: Path, tiny_chat: Chat) -> None:
-    """As after a SIGSTOP: it takes requests and answers none."""
+    """It takes requests and does not answer them, as after a SIGSTOP."""
     model = llama()
     with standing_in(tiny_chat, 2) as servers:
         sampler = connected(tiny_chat, model, servers, tmp_path)
@@ -340,11 +340,11 @@ def test_servers_that_are_all_lost_are_tried_once_more(
         sampler = connected(tiny_chat, model, servers, tmp_path)
         sampler.ahead = ahead
         sampler.servers.renew()
-        begun, told, over = sampler._begin, [], threading.Event()
+        begun, sizes, over = sampler._begin, [], threading.Event()
 
         def begin(turns: Any) -> None:
-            told.append(len(turns))
-            if len(told) == 3:
+            sizes.append(len(turns))
+            if len(sizes) == 3:
                 for server in servers:
                     server.refusals = 1
             begun(turns)
@@ -373,10 +373,10 @@ def test_an_answer_that_cannot_be_learned_from_loses_its_server(
             ([5], [0.5], "nan, infinite or above 0"),
             ([5, 6], [-1.0], "has 2 tokens and 1 log-probs"),
             ([], [], "has 0 tokens"),
-            (None, [-1.0], "its answer is none"),
+            (None, [-1.0], "its answer is malformed"),
         ]:
-            told = {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]}
-            monkeypatch.setattr(servers[0], "complete", lambda given, told=told: told)
+            reply = {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]}
+            monkeypatch.setattr(servers[0], "complete", lambda given, reply=reply: reply)
             with pytest.raises(Lost, match=words):
                 server.ask([5, 6], 0, PARAMS)
 

@@ -63,13 +63,12 @@ SMALL: dict[str, Any] = dict(
     vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-# in other files: posttrain/rollout/engine.py looks into our own engine, envs/adapters/trl.py into its own environment
-# (public methods are tools there), and OpenEnv's client is no matter of compat.py, since envs/ imports no posttrain
+# in other files: envs/adapters/trl.py looks into its own environment (public methods are tools there), and OpenEnv's
+# client is no matter of compat.py, since envs/ imports no posttrain
 # and what a copy of posttrain/models/convgpt.py, beside the weights, cannot import from compat
-# and gradio's queue, which only the chat in the browser has, and the compiler, which only compiled.py asks
+# and gradio's queue, which only the chat in the browser has
 EXCEPTIONS = (
-    "sampler._ids", "game._episode", "getattr(client, '_ws', None)", "self.config._attn_implementation", "page._queue",
-    "torch._dynamo",
+    "game._episode", "getattr(client, '_ws', None)", "self.config._attn_implementation", "page._queue",
 )  # fmt: skip
 # of our own classes, of the standard library, and what transformers asks a model's class for
 NOT_PRIVATE = {"_asdict", "_fields", "_make", "_replace", "_exit", "_init_weights", "_option_string_actions"}
@@ -99,8 +98,8 @@ def test_everything_has_a_reason_an_end_and_a_test() -> None:
         thing.__name__: thing
         for thing, module in own
         if callable(thing) and not thing.__name__.startswith("_")
-        # of trl_trainers what changes a trainer; the rest is what these use
-        if module is compat or (inspect.isfunction(thing) and "trainer" in inspect.signature(thing).parameters)
+        # of trl_trainers the classes that override methods of a trainer
+        if module is compat or (inspect.isclass(thing) and issubclass(thing, Trainer) and len(thing.__bases__) == 1)
     }
     assert len(names) > 20
     assert [name for name, thing in names.items() if "Until " not in " ".join((thing.__doc__ or "").split())] == []
@@ -229,45 +228,42 @@ def test_replace_reference_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.tqdm is own
 
 
-def test_takes_token_ids(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_token_trainer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """A whole run with it is in test_data.py."""
     assert "self._prepare_dataset(" in source(DPOTrainer.__init__)
     rows: Any = SimpleNamespace(column_names=["prompt_ids", "chosen_ids", "rejected_ids"])
-    trainer: Any = trl_trainers.takes_token_ids(DPOTrainer)
+    trainer: Any = trl_trainers.TokenTrainer
     assert trainer._prepare_dataset(None, rows, tiny_tokenizer, None, "train") is rows
     with pytest.raises(AssertionError):
         trainer._prepare_dataset(None, SimpleNamespace(column_names=["prompt"]), tiny_tokenizer, None, "train")
-    assert issubclass(trainer, DPOTrainer) and trainer.__name__ == "DPOTrainer"
+    assert issubclass(trainer, DPOTrainer)
     assert "is_processed" in source(SFTTrainer._prepare_dataset)
-    assert "is_processed" not in source(DPOTrainer._prepare_dataset), "DPOTrainer takes rows of token ids by itself"
+    assert "is_processed" not in source(DPOTrainer._prepare_dataset), "DPOTrainer takes rows of token ids now"
 
 
-def test_counts_each_pair() -> None:
+def test_pair_trainer() -> None:
     """That it does not depend on micro-batches, and that TRL's does, is in test_phase2.py."""
-    trainer: Any = trl_trainers.counts_each_pair(DPOTrainer)
-    assert issubclass(trainer, DPOTrainer) and trainer.__name__ == "DPOTrainer"
+    assert issubclass(trl_trainers.PairTrainer, DPOTrainer)
     assert list(inspect.signature(DPOTrainer._compute_loss).parameters) == ["self", "model", "inputs", "return_outputs"]
     assert "in zip(self.loss_types, self.loss_weights, strict=True)" in source(DPOTrainer._compute_loss)
 
 
 @pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
-def test_weighs_held_out_rows(trainer: Any) -> None:
+def test_weighing_trainer(trainer: Any) -> None:
     """That its figures are the same in any batches is in test_phase1.py and test_phase2.py."""
-    weighing = trl_trainers.weighs_held_out_rows(trainer)
-    assert issubclass(weighing, trainer) and weighing.__name__ == trainer.__name__
+    assert issubclass(getattr(trl_trainers, trainer.__name__), (trl_trainers.WeighingTrainer, trainer))
     assert "sum(val) / len(val)" in source(trainer.log), "TRL weighs its batches"
     assert "losses.repeat(batch_size)" in source(Trainer.evaluation_loop), "transformers weighs its batches"
 
 
 @pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
-def test_groups_by_length(trainer: Any) -> None:
+def test_grouping_trainer(trainer: Any) -> None:
     """That each epoch has batches of its own, also after --resume, is in test_phase1.py and test_sharding.py."""
-    grouping = trl_trainers.groups_by_length(trainer)
-    assert issubclass(grouping, trainer) and grouping.__name__ == trainer.__name__
-    assert trainer._get_train_sampler is Trainer._get_train_sampler, "TRL chooses the sampler by itself"
+    assert issubclass(getattr(trl_trainers, trainer.__name__), (trl_trainers.GroupingTrainer, trainer))
+    assert trainer._get_train_sampler is Trainer._get_train_sampler, "TRL has its own sampler"
     assert "sampler_fn=self._get_train_sampler" in source(Trainer.get_train_dataloader)
     assert "set_epoch(epoch)" in source(Trainer._run_epoch), "an epoch has another name now"
-    assert trainer._get_eval_sampler is Trainer._get_eval_sampler, "TRL chooses the sampler of held-out rows by itself"
+    assert trainer._get_eval_sampler is Trainer._get_eval_sampler, "TRL has its own sampler of held-out rows"
 
 
 @pytest.mark.parametrize("module", [sft_trainer, dpo_trainer])

@@ -583,6 +583,7 @@ def test_every_cell_of_an_environment_has_a_colour_and_an_environment_without_a_
             ["--play", "sokoban", "envs=[{name: sokoban, options: {size: 5, boxes: 8}}]"],
             "sokoban could not open level 1",
         ),
+        (["--play", "sokoban", "protocol.parser=nowhere:f"], "there is no module nowhere: run the command in"),
         (["--play", "sokoban", "--compare"], "Leave one out"),
         (["--compare", "presets={plain: {temperature: 1.0}}", "preset=plain"], "needs two presets"),
         (["--prompt", ""], "--prompt is empty"),

@@ -322,7 +322,7 @@ def test_it_streams_stops_and_goes_on(alone: str, visit: Callable[..., Any], mod
 def test_an_answer_that_a_new_conversation_ends_shows_nothing_more(both: list[Scripted], cfg: ChatRun) -> None:
     """Whichever of the two waits for its end wakes up first: the page may get what this one shows after the other's."""
     tab, talk = talking.ChatTab({"model": both[0]}, cfg), talking.Talk(busy=True)
-    conversation = talk.side(0, both[0], talking.Wanted([], None, 40))
+    conversation = talk.side(0, both[0], talking.MessageSettings([], None, 40))
     found: list[Any] = []
     waits = threading.Thread(target=lambda: found.extend(tab.settle(talk)))
     reset = threading.Thread(target=lambda: tab.reset(talk, False))
@@ -337,7 +337,7 @@ def test_an_answer_that_a_new_conversation_ends_shows_nothing_more(both: list[Sc
         patch.setattr(talking, "wait_until_idle", late)
         for thread in (reset, waits):
             thread.start()
-        wait_for(lambda: talk.unwanted)
+        wait_for(lambda: talk.discarded)
         conversation.exchanges.append(Exchange("Count.", [5], False, "one"))
         talk.busy = False
         reset.join()
@@ -861,7 +861,7 @@ def test_a_missing_gradio_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         script.main(["--web", "--play", "frozen_lake"])
     assert refused.value.code == 2
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(UserError, match=r"needs the package gradio.*requirements\.txt"):
+    with pytest.raises(UserError, match=r"needs the package gradio.*pip install \."):
         script.main(["--web"])
 
 

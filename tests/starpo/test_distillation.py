@@ -29,6 +29,7 @@ from posttrain.evaluation.tasks import build_tasks
 from posttrain.models import forward
 from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.plan.episodes import always, learning
 from posttrain.runtime import checkpoint
 from posttrain.starpo.distillation import Answered, Distillation
 from posttrain.starpo.learner import Learner
@@ -440,10 +441,10 @@ def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
         intermediate=8, behind=0, embedding=8, vocabulary=10**5, states=8, tied=True, cache=8,
     )  # fmt: skip
     without, full, lora = config(), distilling(), distilling("lora")
-    assert plan.always(shape, without)["reference model"] == 0
-    assert plan.always(shape, full)["reference model"] == 4 * 10**6
-    assert plan.always(shape, lora)["reference model"] == 0, "the adapter is switched off instead"
-    layers = [plan.learning(shape, cfg, 512, cuda=False)["the layer at work"] for cfg in (without, full)]
+    assert always(shape, without)["reference model"] == 0
+    assert always(shape, full)["reference model"] == 4 * 10**6
+    assert always(shape, lora)["reference model"] == 0, "the adapter is switched off instead"
+    layers = [learning(shape, cfg, 512, cuda=False)["the layer at work"] for cfg in (without, full)]
     in_flight = 2 * 4 * 10**5 * 8
     assert layers[1] == max(layers[0], 6 * 4 * forward.KL_TILE["cpu"] + in_flight)
 

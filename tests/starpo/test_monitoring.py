@@ -14,7 +14,7 @@ from test_learner import config, played, policy
 
 import train_phase3_starpo as phase3
 from posttrain.plan.selftest import can_share_prefixes
-from posttrain.rollout.episodes import Thought
+from posttrain.rollout.thoughts import Thought
 from posttrain.starpo.monitoring import collapse, watch
 from posttrain.starpo.monitoring.collapse import thoughts_and_prompts
 from posttrain.starpo.monitoring.episodes import answers_of, describe, reward_table

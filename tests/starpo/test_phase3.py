@@ -29,7 +29,6 @@ import envs
 import train_phase3_starpo as phase3
 from envs.players import demonstrate
 from envs.protocol import Protocol
-from posttrain import plan
 from posttrain.config.evaluation import EvaluateRun
 from posttrain.config.loading import resolve
 from posttrain.config.starpo import StarPORun
@@ -39,6 +38,7 @@ from posttrain.evaluation.tasks import build_tasks
 from posttrain.models import loading as models
 from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.plan.episodes import MOST_TOKENS
 from posttrain.runtime import checkpoint
 from posttrain.runtime.dashboards import Dashboards
 from posttrain.starpo.experience import Batch, Measured
@@ -268,7 +268,7 @@ def test_a_resumed_run_keeps_what_the_plan_chose(
         "trainer.gradient_checkpointing": False,
     }
     assert yaml.safe_load((tmp_path / "run" / "run_config.yaml").read_text())["rollout"]["slots"] is None
-    monkeypatch.setitem(plan.MOST_TOKENS, "cpu", 600)
+    monkeypatch.setitem(MOST_TOKENS, "cpu", 600)
     subprocess.run(["rm", "-r", str(tmp_path / "run" / "final")], check=True)
     train(file, "--resume")
     assert chosen in capsys.readouterr().err
@@ -683,7 +683,7 @@ def test_an_environment_that_changes_torch_is_trained_in(
         return real(self, action)
 
     monkeypatch.setattr(FrozenLake, "step", step)
-    monkeypatch.setattr("envs.process_state._said", set())
+    monkeypatch.setattr("envs.process_state._reported", set())
     monkeypatch.chdir(where)
     train(settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation={"every": 9}))
     assert any("policy/loss" in row for row in rows(tmp_path / "run"))

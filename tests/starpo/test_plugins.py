@@ -21,10 +21,10 @@ from envs.protocol import Parsed, Protocol, parse
 from examples import own_advantage, own_loss, own_parser
 from posttrain.config import AlgorithmSection
 from posttrain.config.algorithm import AlgorithmSection as Algorithm
-from posttrain.config.plugins import PARAMETERS, by_path
+from posttrain.config.plugins import PARAMETERS, by_path, check_parser
+from posttrain.config.shared import ProtocolSection
 from posttrain.starpo import estimators
 from posttrain.starpo.experience import Batch
-from posttrain.starpo.run import check_parser
 from posttrain.types import UserError
 
 ADVANTAGE = "examples.own_advantage:group_relative"
@@ -131,8 +131,8 @@ def test_the_example_parser_takes_the_last_answer(text: str, actions: list[str] 
     assert parsed == own_parser.last_answer(text, protocol, listed)
     assert parsed == Parsed(actions or [], actions is not None, [])
     assert Protocol().read(text, listed) == parse(text, Protocol(), listed)
-    check_parser(PARSER, protocol, listed)
-    check_parser(PARSER, protocol, None)
+    for env in ("frozen_lake", "countdown"):  # listed actions, and free text
+        check_parser(ProtocolSection(parser=PARSER), envs.make(env))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_loss_of_another_shape_is_refused(module: Any, code: str) -> None:
 def test_a_parser_that_cannot_be_used_is_refused(module: Any, code: str, words: str) -> None:
     module(f"from envs.protocol import Parsed\ndef f(text, protocol, listed): return {code}")
     with pytest.raises(UserError, match=words):
-        check_parser("own:f", Protocol(parser="own:f"), ["Up", "Down"])
+        check_parser(ProtocolSection(parser="own:f"), envs.make("frozen_lake"))
 
 
 @pytest.mark.parametrize("key", PARAMETERS)

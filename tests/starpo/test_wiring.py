@@ -29,7 +29,8 @@ from posttrain.config.loading import resolve
 from posttrain.config.starpo import StarPORun
 from posttrain.models.chat import Chat
 from posttrain.rollout.engines.replay import ReplaySampler
-from posttrain.rollout.episodes import most_turns, thoughts
+from posttrain.rollout.episodes import most_turns
+from posttrain.rollout.thoughts import thoughts
 from posttrain.starpo.diagnostics import information
 from posttrain.starpo.experience import Batch, Measured
 from posttrain.starpo.monitoring.collapse import thoughts_and_prompts

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.data.embedded.splits import first_wanted, held_out
+from posttrain.data.embedded.splits import first_accepted, held_out
 from posttrain.types import derive_seed
 
 NAMES = "Anna Ben Carl Dora Emma Finn Gina Hugo Iris Jack Kate Leo Mia Nora Omar Pia Rosa Sam Tina Will".split()
@@ -48,12 +48,12 @@ def word_problem(rng: random.Random) -> dict[str, Any]:
 
 
 def problem_of_split(split: str, rng: random.Random) -> dict[str, Any]:
-    return first_wanted(word_problem, lambda problem: split_of(problem) == split, rng)
+    return first_accepted(word_problem, lambda problem: split_of(problem) == split, rng)
 
 
 def training_problem(rng: random.Random) -> dict[str, Any]:
     """Return a problem of the training side: in words, or as "What is 7+5-2?"."""
-    return first_wanted(_word_problem_or_formula, lambda problem: split_of(problem) == "train", rng)
+    return first_accepted(_word_problem_or_formula, lambda problem: split_of(problem) == "train", rng)
 
 
 def _word_problem_or_formula(rng: random.Random) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def _word_problem_or_formula(rng: random.Random) -> dict[str, Any]:
         return _formula(rng)
     problem = word_problem(rng)
     if kind < FORMULAS + SHORT_ASKS:
-        _, told = problem["question"].partition(". ")[0].split(" ", 1)
-        name, thing = rng.choice(OTHER_NAMES), told.split()[2]
-        problem["question"] = f"{name} {told}. {rng.choice(FEW_WORDS).format(n=name, t=thing)}"
+        _, fact = problem["question"].partition(". ")[0].split(" ", 1)
+        name, thing = rng.choice(OTHER_NAMES), fact.split()[2]
+        problem["question"] = f"{name} {fact}. {rng.choice(FEW_WORDS).format(n=name, t=thing)}"
     return problem
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from posttrain.data.embedded.arithmetic import NAMES, training_problem, worked_solution
-from posttrain.data.embedded.splits import Messages, assistant, first_wanted, held_out, user
+from posttrain.data.embedded.splits import Messages, assistant, first_accepted, held_out, user
 from posttrain.types import UserError, derive_seed
 
 SENTENCES = 6  # in every answer to an open question, chosen, rejected or scraped
@@ -133,8 +133,8 @@ def _dialogue(rng: random.Random) -> dict[str, Any]:
             user(_fill(rng.choice(FACTS[slot]["tell"]), values[slot])),
             assistant(_fill(rng.choice(FACTS[slot]["reply"]), values[slot])),
         ]
-    for said, replied in rng.sample(SMALL_TALK, rng.randint(1, 3 if len(slots) == 1 else 2)):
-        messages += [user(said), assistant(replied)]
+    for greeting, replied in rng.sample(SMALL_TALK, rng.randint(1, 3 if len(slots) == 1 else 2)):
+        messages += [user(greeting), assistant(replied)]
     slot = rng.choice(slots)
     messages += [
         user(rng.choice(FACTS[slot]["ask"])),
@@ -152,7 +152,7 @@ def mixed_dialogue(rng: random.Random, turns: int) -> Messages:
 
     No part of it, from its beginning to a question about a fact, is a held-out dialogue.
     """
-    return first_wanted(lambda rng: _mixed(rng, turns), lambda messages: not _has_held_out(messages), rng)
+    return first_accepted(lambda rng: _mixed(rng, turns), lambda messages: not _has_held_out(messages), rng)
 
 
 def _mixed(rng: random.Random, turns: int) -> Messages:
@@ -175,15 +175,17 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
             problem = training_problem(rng)
             pair = problem["question"], worked_solution(problem["steps"])
         else:
-            topic = first_wanted(random_topic, lambda t: not topic_held_out(t), rng)
+            topic = first_accepted(random_topic, lambda t: not topic_held_out(t), rng)
             pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
         messages += [user(pair[0]), assistant(pair[1])]
     return messages
 
 
 def _has_held_out(messages: Messages) -> bool:
-    asked = [message["content"] for message in messages if message["role"] == "user"]
-    return any(held_out("dialogue", *asked[: place + 1]) for place, text in enumerate(asked) if text in QUESTIONS)
+    questions = [message["content"] for message in messages if message["role"] == "user"]
+    return any(
+        held_out("dialogue", *questions[: place + 1]) for place, text in enumerate(questions) if text in QUESTIONS
+    )
 
 
 def random_topic(rng: random.Random) -> str:
@@ -220,11 +222,11 @@ def capybara(n: int, seed: int, open_share: float = 0.26, mixed_share: float = 0
         if kind < mixed_share:
             source, messages = "embedded-mixed", mixed_dialogue(rng, rng.randint(2, 6))
         elif kind < mixed_share + open_share:
-            source, topic = "embedded-open", first_wanted(random_topic, lambda t: not topic_held_out(t), rng)
+            source, topic = "embedded-open", first_accepted(random_topic, lambda t: not topic_held_out(t), rng)
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]
         else:
             source = "embedded-recall"
-            messages = first_wanted(_dialogue, lambda d: not _dialogue_held_out(d), rng)["messages"]
+            messages = first_accepted(_dialogue, lambda d: not _dialogue_held_out(d), rng)["messages"]
         if rng.random() < 0.01:
             messages[-1] = assistant("")
         yield {"source": source, "messages": messages, "num_turns": len(messages) // 2}
@@ -233,7 +235,7 @@ def capybara(n: int, seed: int, open_share: float = 0.26, mixed_share: float = 0
 def recall_dialogues(n: int, seed: int) -> list[dict[str, Any]]:
     """Return held-out dialogues that end with the question; right when the reply contains `answer`."""
     rngs = (random.Random(derive_seed(seed, "recall_dialogues", i)) for i in range(n))
-    dialogues = [first_wanted(_dialogue, _dialogue_held_out, rng) for rng in rngs]
+    dialogues = [first_accepted(_dialogue, _dialogue_held_out, rng) for rng in rngs]
     return [{"messages": d["messages"][:-1], "answer": d["answer"]} for d in dialogues]
 
 

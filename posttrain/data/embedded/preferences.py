@@ -19,7 +19,7 @@ from posttrain.data.embedded.conversations import (
     with_repeats,
 )
 from posttrain.data.embedded.environments import early_turn, malformed
-from posttrain.data.embedded.splits import assistant, first_wanted, user
+from posttrain.data.embedded.splits import assistant, first_accepted, user
 from posttrain.types import derive_seed
 
 MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
@@ -38,17 +38,17 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
         wrong = rng.choice([str(number) for number in problem["operands"][1:] if str(number) != result] or ["0"])
         rejected = chosen.replace(f"boxed{{{result}}}", f"boxed{{{wrong}}}")
     else:
-        topic = first_wanted(random_topic, lambda t: topic_held_out(t) == held_out, rng)
+        topic = first_accepted(random_topic, lambda t: topic_held_out(t) == held_out, rng)
         prompt = [user(rng.choice(OPEN_ASKS).format(p=topic))]
         clean = fresh_answer(topic, rng)
         places = rng.sample(range(FIRST_COPY, SENTENCES), rng.randint(2, 4))
         chosen, rejected = " ".join(clean), " ".join(with_repeats(clean, places, rng))
     if kind >= ENV_PAIRS and not held_out and rng.random() < BEFORE:
         prompt = [*mixed_dialogue(rng, rng.randint(1, 2)), *prompt]
-    asked, better = prompt[-1]["content"], rng.choice([7.0, 7.5, 8.0, 8.5, 9.0])
+    question, better = prompt[-1]["content"], rng.choice([7.0, 7.5, 8.0, 8.5, 9.0])
     return {
-        "prompt": asked,
-        "prompt_id": hashlib.sha256(asked.encode()).hexdigest(),
+        "prompt": question,
+        "prompt_id": hashlib.sha256(question.encode()).hexdigest(),
         "chosen": [*prompt, assistant(chosen)],
         "rejected": [*prompt, assistant(rejected)],
         "messages": [*prompt, assistant(chosen)],

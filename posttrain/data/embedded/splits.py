@@ -17,9 +17,9 @@ def held_out(*key: object) -> bool:
     return int.from_bytes(digest[:4], "big") % 10 == 0
 
 
-def first_wanted(make: Callable[[random.Random], Any], wanted: Callable[[Any], bool], rng: random.Random) -> Any:
+def first_accepted(make: Callable[[random.Random], Any], accepts: Callable[[Any], bool], rng: random.Random) -> Any:
     """Return the first value on the wanted side of a split, which has at least a tenth of all values."""
-    return next(value for value in (make(rng) for _ in itertools.count()) if wanted(value))
+    return next(value for value in (make(rng) for _ in itertools.count()) if accepts(value))
 
 
 def user(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What does an engine promise?  Open conversations, append an environment's tokens, sample turns, close."""
+"""What does every engine do?  Open conversations, append an environment's tokens, sample turns, close."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Protocol
 
 from posttrain.types import Completion, SamplingParams
 
-TurnRequest = tuple[
-    int, int
-]  # the handle of a conversation in which a turn is to be written, and the seed of its randomness
+TurnRequest = tuple[int, int]  # the handle of a conversation in which to write a turn, and the seed of the turn
 Then = Callable[[list[tuple[int, Completion]]], Sequence[TurnRequest]]
 
 
 class Sampler(Protocol):
-    """A batch of open conversations, each known by a handle.
+    """An engine: a batch of open conversations, each with a handle.
 
     Every engine gives the same tokens for the same (tokens so far, params, seed), whatever else is in the batch,
     up to floating-point noise in the logits.
@@ -29,19 +27,20 @@ class Sampler(Protocol):
         ...
 
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
-        """Let the model write these turns, and those that follow, until there are none.
+        """Write these turns, and those that `then` asks for, until it asks for none.
 
-        Whenever some are written, `then` is told (handle, completion) of each. It may append, open and close, but not
-        touch a conversation that is still being written in, and returns the turns to come.
+        Args:
+            then: takes the (handle, completion) of each turn that has just been written, and returns the turns to write
+                next. It may append, open and close, but not touch a conversation whose turn is still being written.
         """
         ...
 
     def close(self, handles: Sequence[int]) -> None:
-        """Forget these conversations and free their memory."""
+        """Free the memory of these conversations."""
         ...
 
     def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
-        """One turn in each of these conversations; `seeds[i]` is row i's seed."""
+        """Write one turn in each of these conversations; `seeds[i]` is the seed of `handles[i]`."""
         written: dict[int, Completion] = {}
 
         def then(finished: list[tuple[int, Completion]]) -> Sequence[TurnRequest]:
@@ -53,7 +52,7 @@ class Sampler(Protocol):
 
 
 class Histories(Sampler):
-    """The bookkeeping of engines that keep nothing of a conversation but its tokens."""
+    """An engine's conversations as token ids."""
 
     def __init__(self) -> None:
         self._ids: dict[int, list[int]] = {}

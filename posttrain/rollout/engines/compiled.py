@@ -1,7 +1,7 @@
 """How is a token decoded without Python in between?  The whole step is compiled: forward pass, draw and bookkeeping.
 
 One set of kernels (torch.compile, inductor) serves all sizes of the batch and of the cache. On a GPU a step is recorded
-as a CUDA graph for each pair of sizes, and a token is one replay of it; so the rows of a step are padded to a power of
+as a CUDA graph for each pair of sizes, and a token is one replay of it. So the rows of a step are padded to a power of
 two, and the positions that it reads to a multiple of 128. A CUDA graph holds addresses: each rollout records its own.
 
 Shapes: B rows of a step, L positions that it reads.
@@ -10,11 +10,10 @@ Shapes: B rows of a step, L positions that it reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +25,9 @@ from posttrain.rollout.engines.slots import SlotRows, SlotSampler, Writing, writ
 from posttrain.runtime import CacheLayer, grouped_queries, runlog
 from posttrain.types import SamplingParams, UserError, one_line
 
-POSITIONS = 128  # the positions that a step reads are a multiple of it
-BLIND_STEPS = 8  # on a GPU, before somebody waits for it to see how many rows are done
-MOST_GRAPHS = 64  # that torch keeps of one function; every temperature has one or two
+POSITIONS = 128  # a step reads a multiple of it
+BLIND_STEPS = 8  # on a GPU, between two synchronizations that count the rows that are done
+MOST_GRAPHS = 64  # that torch keeps of one function; each temperature takes one or two
 
 Step = Callable[[], object]
 
@@ -42,7 +41,7 @@ def _step(
     params: SamplingParams,
     stop_ids: torch.Tensor,
 ) -> None:
-    """One more token in each row that is not done yet. Everything is read and written where it stands."""
+    """Write one more token into each row that is not done; all tensors are read and written in place."""
     position_B1 = rows.position_B[:, None]
     logits_BV = model(
         input_ids=rows.token_B[:, None],
@@ -56,10 +55,10 @@ def _step(
 
 
 class _Window(CacheLayer):
-    """What a step reads and writes of a layer of the cache: its rows, up to its last position."""
+    """The part of a layer of the cache that a step reads and writes: its rows, up to its last position."""
 
     def __init__(self, whole: CacheLayer, position_B: torch.Tensor, index_L: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.keys, self.values = whole.keys, whole.values
         self.position_B, self.index_L = position_B, index_L
         self.is_initialized = True
@@ -80,25 +79,27 @@ class _Window(CacheLayer):
 
 @cache
 def _compiled() -> Callable[..., None]:
-    # not mode="reduce-overhead", whose CUDA graphs are never dropped when the memory that they point at is another
-    return torch.compile(_step, fullgraph=True)
+    # not mode="reduce-overhead": its CUDA graphs are kept when the memory that they point at has been replaced
+    return torch.compile(_step, fullgraph=True)  # pyright: ignore[reportUnknownMemberType]
 
 
 def for_all_sizes(tensor: torch.Tensor, *dims: int) -> None:
-    """Let torch.compile make one graph for all sizes of these dimensions."""
-    torch._dynamo.mark_dynamic(tensor, list(dims))
+    """Make torch.compile use one graph for all sizes of these dimensions."""
+    from torch._dynamo import mark_dynamic
+
+    mark_dynamic(tensor, list(dims))
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch has compiled in this process."""
+    """Return how many graphs torch has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 @contextmanager
-def converted_once(model: PreTrainedModel) -> Iterator[None]:
-    """Under autocast linear layers hold, within it, the weights that autocast would make in every compiled step."""
+def converted_once(model: PreTrainedModel) -> Generator[None]:
+    """Give linear layers the weights that autocast would otherwise make in each compiled step."""
     kind = model.device.type
     if not torch.is_autocast_enabled(kind):
         yield
@@ -116,9 +117,10 @@ def converted_once(model: PreTrainedModel) -> Iterator[None]:
 
 
 class CompiledSampler(SlotSampler):
-    """The slot engine with compiled steps: the same tokens, but for the rounding of logits.
+    """The slot engine with compiled steps: the same tokens, except for the rounding of logits.
 
-    A UserError where the step cannot be compiled.
+    Raises:
+        UserError: the step cannot be compiled.
     """
 
     def __init__(
@@ -126,15 +128,15 @@ class CompiledSampler(SlotSampler):
     ) -> None:
         super().__init__(model, stop_ids, pad_id, longest)
         self._gpu = model.device.type == "cuda"
-        self._steps: dict[tuple[int, int], Step] = {}  # by the rows and the positions that they read
-        self._rows: SlotRows | None = None  # those that these steps write in
+        self._steps: dict[tuple[int, int], Step] = {}  # by the numbers of rows and positions
+        self._rows: SlotRows | None = None  # that these steps write
         self._done_S = torch.empty(0, dtype=torch.bool)
 
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         try:
             with grouped_queries(), converted_once(self.model):
                 super().converse(turns, params, then)
-        finally:  # they hold the cache, and on a GPU the addresses of weights
+        finally:  # steps hold the cache, and on a GPU the addresses of weights
             self._steps.clear()
             self._rows = None
 
@@ -142,7 +144,7 @@ class CompiledSampler(SlotSampler):
         before = self._sizes()
         super().reserve(length)
         for layer in self._layers:
-            layer.slots = max(layer.slots, 2)  # torch compiles for one row alone what serves all other numbers
+            layer.slots = max(layer.slots, 2)  # torch compiles a graph of its own for one row
         if self._sizes() != before:
             self._steps.clear()
 
@@ -155,7 +157,7 @@ class CompiledSampler(SlotSampler):
     def _decode(self, writing: Writing, done_B: torch.Tensor, visible: int, enough: float) -> torch.Tensor:
         slots, length = self._sizes()
         if any(layer.keys is None or layer.keys.shape[0::2] != (slots, length) for layer in self._layers):
-            done_B = self._step(writing, done_B, visible)  # nothing was read since the cache was to grow: now it does
+            done_B = self._step(writing, done_B, visible)  # the cache grows in its first use, which is now
             visible = min(visible + 1, length)
         if self._rows is not writing.rows or len(self._done_S) < slots:
             self._steps.clear()
@@ -171,15 +173,17 @@ class CompiledSampler(SlotSampler):
         return done_B
 
     def _advance(self, writing: Writing, rows: int, end: int) -> None:
-        """One step of so many rows that read up to this position; the first one makes it quick for the others."""
+        """Run one step of this many rows and positions; the first one compiles and, on a GPU, records it."""
         step = self._steps.get((rows, end))
         if step is not None:
             step()
             return
+        from torch._dynamo import config
+
         step = self._prepared(writing, rows, end)
         before, start = compiled_graphs(), time.perf_counter()
         try:
-            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+            with config.patch(recompile_limit=MOST_GRAPHS):  # pyright: ignore[reportUnknownMemberType]
                 step()
             self._steps[rows, end] = _recorded(step) if self._gpu else step
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -188,7 +192,7 @@ class CompiledSampler(SlotSampler):
             cause = one_line(error).partition(" Set TORCHDYNAMO_VERBOSE")[0]
             raise UserError(
                 f"rollout.compile=true: the decoding step of {type(self.model).__name__} cannot be compiled for"
-                f" {self.model.device.type} ({cause}). It takes a C++ compiler on a CPU (`sudo apt-get"
+                f" {self.model.device.type} ({cause}). It needs a C++ compiler on a CPU (`sudo apt-get"
                 " install g++`), Triton and a C compiler on a GPU, and a model that torch.compile reads as one graph."
                 " Without these leave rollout.compile out."
             ) from error
@@ -198,6 +202,7 @@ class CompiledSampler(SlotSampler):
             )
 
     def _prepared(self, writing: Writing, count: int, end: int) -> Step:
+        """Return a step of the first `count` rows that reads up to position `end`."""
         rows, index_L, done_B = writing.first(count), torch.arange(end, device=self.model.device), self._done_S[:count]
         windows = [_Window(layer, rows.position_B, index_L) for layer in self._layers]
         for each in (*rows, index_L, done_B):
@@ -208,13 +213,13 @@ class CompiledSampler(SlotSampler):
             assert window.keys is not None and window.values is not None
             for_all_sizes(window.keys, 0, 2)
             for_all_sizes(window.values, 0, 2)
-        kept: Any = Cache(layers=list(windows))
-        params = replace(writing.params, max_new_tokens=0)  # which the shape of the rows tells
+        kept = Cache(layers=list(windows))
+        params = replace(writing.params, max_new_tokens=0)  # the shape of the rows limits the tokens
         return partial(_compiled(), self.model, kept, rows, index_L, done_B, params, writing.stop_ids)
 
 
 def _recorded(step: Step) -> Step:
-    """A CUDA graph of this step, which has run before; it keeps alive what the graph points at."""
+    """Record a step that has run before as a CUDA graph; return its replay, which keeps the step's tensors alive."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()

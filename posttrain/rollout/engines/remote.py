@@ -1,7 +1,7 @@
-"""What if the model plays elsewhere?  Conversations over several servers, each of which is given the policy's weights.
+"""How do several servers write the turns of a run?  Conversations are distributed over them, and weights sent to each.
 
-Every server writes the same tokens for the same (tokens, params, seed), and what a conversation consists of is known
-here. So one whose server is lost goes on at another one, with the turn that was under way, and nothing is played again.
+Every server writes the same tokens for the same (tokens, params, seed), and the tokens of a conversation are kept here.
+So if a server is lost, its conversations continue on another one, from the turn that was being written.
 """
 
 from __future__ import annotations
@@ -17,41 +17,40 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from transformers import PreTrainedModel
 
 from envs.web import FAILURES, BadStatus, send_request
 from posttrain.rollout.engines.base import Histories, Then, TurnRequest
 from posttrain.rollout.engines.vllm_server import BRIEF, Lost, Policy, VLLMServer
-from posttrain.runtime import merged_weights, runlog
+from posttrain.runtime import integers, merged_weights, runlog
 from posttrain.types import Completion, SamplingParams, UserError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-CHUNK = 128 << 20  # bytes of weights that are written into one file, or one tensor that is larger
-MOST_REQUESTS = 512  # under way at a time
+CHUNK = 128 << 20  # bytes of weights in one file; a larger tensor has a file of its own
+MOST_REQUESTS = 512  # at a time
 HEARTBEAT = 5.0  # seconds
-SILENCE = 60.0  # seconds after which a server that shows no sign of life is lost, whatever else it was asked
-LOOK = 0.5  # seconds between two looks for servers that are all lost
+SILENCE = 60.0  # seconds without an answer to a heartbeat after which a server is lost
+LOOK = 0.5  # seconds between two checks for lost servers
 
 
 class Servers:
     """All servers of this process.
 
-    version: of the weights that they hold, a number that grows by one with each change. `renew` and `rescue` read the
-    policy's weights, so they are for the thread that changes them. folder: where weights lie while the servers read
-    them; they must see it at the same path.
+    `version` numbers the weights that they hold. `renew` and `rescue` read the policy's weights: call them on the
+    thread that changes these. folder: where weights are written for the servers, which must see it at the same path.
     """
 
     def __init__(self, servers: Sequence[VLLMServer], policy: Policy, folder: Path) -> None:
         self.policy, self.live, self.folder = policy, list(servers), folder.resolve()
-        self.lost: dict[str, tuple[VLLMServer, Lost]] = {}  # by address, and why
+        self.lost: dict[str, tuple[VLLMServer, Lost]] = {}  # address -> the server, and why it is lost
         self.version = 0
-        self._rescued: set[str] = set()  # addresses that were tried again and have written nothing since
+        self._rescued: set[str] = set()  # addresses that were connected again and have written no turn since
         self._sent: list[int] = []
         self._lock, self._over, self._left_alone = threading.Lock(), threading.Event(), threading.Event()
 
     def connect(self) -> None:
-        """Make all of them play for this run; a UserError where one does not answer or does not fit."""
+        """Prepare all servers for this run; a UserError if one does not answer or does not fit."""
         atexit.register(self.destroy)
         for server in self.live:
             try:
@@ -64,22 +63,22 @@ class Servers:
             self._watch(server)
 
     def _watch(self, server: VLLMServer) -> None:
-        """Ask regularly for a sign of life; in a thread of its own, as a server may hang."""
+        """Send heartbeats from a thread of its own, since a server may hang."""
 
         def beat() -> None:
-            heard = time.monotonic()
+            answered = time.monotonic()
             while not self._over.wait(HEARTBEAT) and server in self.live:
                 try:
                     server.ping()
-                    heard = time.monotonic()
-                except Lost as error:  # most often the next request to it says so first
-                    if time.monotonic() - heard >= SILENCE:
+                    answered = time.monotonic()
+                except Lost as error:  # usually the next request fails first
+                    if time.monotonic() - answered >= SILENCE:
                         self.lose(server, error)
 
         threading.Thread(target=beat, daemon=True).start()
 
     def lose(self, server: VLLMServer, why: Lost) -> None:
-        """Go on without this server, for now at least."""
+        """Continue without this server until it answers again."""
         with self._lock:
             if server in self.live:
                 self.live.remove(server)
@@ -87,51 +86,52 @@ class Servers:
                 runlog.say(f"The rollout server at {server.url} is lost ({why}). {len(self.live)} are left.")
 
     def has_written(self, server: VLLMServer) -> None:
+        """Allow a server that was connected again, and has written a turn since, to be rescued once more."""
         self._rescued.discard(server.url)
 
     def renew(self) -> None:
-        """Send the policy's weights where they have changed since they were last sent."""
+        """Send the policy's weights if they have changed since they were last sent."""
         with torch.autocast(self.policy.model.device.type, enabled=False):
-            found = fingerprint(self.policy.model)
-            if found != self._sent:
+            now = fingerprint(self.policy.model)
+            if now != self._sent:
                 self.version += 1
                 self._connect_again(list(self.lost))
                 self._send(self.live)
-                self._sent = found
+                self._sent = now
         self.rescue()
 
     def rescue(self) -> None:
-        """If no server is left, try each of them once more; a UserError if there is still none."""
+        """Connect lost servers again if no server is left; a UserError if none of them answers."""
         if self.live:
             return
         urls = [url for url in list(self.lost) if url not in self._rescued]
         self._rescued.update(urls)
-        if back := self._connect_again(urls):
+        if connected := self._connect_again(urls):
             with torch.autocast(self.policy.model.device.type, enabled=False):
-                self._send(back)
+                self._send(connected)
         if not self.live:
             raise self._none_left()
 
     def _none_left(self) -> UserError:
         reasons = "; ".join(f"{url}: {why}" for url, (_, why) in list(self.lost.items()))
         return UserError(
-            f"No rollout server is left ({reasons}). Start them again, then go on from the last checkpoint with"
-            " --resume."
+            f"No rollout server is left ({reasons}). Start them again, then continue from the last checkpoint"
+            " with --resume."
         )
 
     def wait(self) -> None:
-        """Until the thread that changes the weights has rescued a server; a UserError where it will not any more."""
+        """Wait for a `rescue` on the thread that changes the weights; a UserError once it has called `leave_alone`."""
         while not self.live:
             if self._left_alone.wait(LOOK):
                 raise self._none_left()
 
     def leave_alone(self) -> None:
-        """From now on nobody rescues servers for those who `wait`."""
+        """Make `wait` fail from now on: servers are not rescued any more."""
         self._left_alone.set()
 
     def _connect_again(self, urls: Sequence[str]) -> list[VLLMServer]:
-        """Those of these lost servers that answer and can play for this run."""
-        back = []
+        """Connect these lost servers; return those that answer and fit the run."""
+        connected: list[VLLMServer] = []
         with ThreadPoolExecutor(max(1, len(urls))) as pool:
             answering = [url for url, answers in zip(urls, pool.map(_answers, urls), strict=True) if answers]
         for url in answering:
@@ -142,12 +142,12 @@ class Servers:
                     del self.lost[url]
                     self.live.append(server)
                 self._watch(server)
-                back.append(server)
+                connected.append(server)
                 runlog.say(f"The rollout server at {url} is back.")
-        return back
+        return connected
 
     def _send(self, servers: Sequence[VLLMServer]) -> None:
-        """Give these servers the policy's weights."""
+        """Send the policy's weights to these servers."""
         if any(server.nccl is None for server in servers):
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
@@ -166,29 +166,29 @@ class Servers:
         self.live = []
 
     def _all(self, do: Callable[[VLLMServer], None], servers: Sequence[VLLMServer]) -> None:
-        """This with each of them that is not lost, side by side; one with which it cannot be done is lost."""
-        asked: dict[VLLMServer, Future[None]] = {server: Future() for server in servers if server in self.live}
+        """Run `do` on each of these live servers in parallel; those on which it fails are lost."""
+        futures: dict[VLLMServer, Future[None]] = {server: Future() for server in servers if server in self.live}
 
-        def settle(server: VLLMServer, done: Future[None]) -> None:
+        def run(server: VLLMServer, future: Future[None]) -> None:
             try:
-                done.set_result(do(server))
+                future.set_result(do(server))
             except BaseException as error:
-                done.set_exception(error)
+                future.set_exception(error)
 
-        for each in asked.items():  # threads that nobody has to wait for: a server may hang
-            threading.Thread(target=settle, args=each, daemon=True).start()
-        for server, done in asked.items():
-            while server in self.live and not wait([done], LOOK).done:
+        for each in futures.items():  # not a pool, which waits for its threads at the end: a server may hang
+            threading.Thread(target=run, args=each, daemon=True).start()
+        for server, future in futures.items():
+            while server in self.live and not wait([future], LOOK).done:
                 pass
-            if done.done():
+            if future.done():
                 try:
-                    done.result()
+                    future.result()
                 except Lost as error:
                     self.lose(server, error)
 
 
 def _answers(url: str) -> bool:
-    """Whether something is there that does not hang."""
+    """Return whether a server answers at this address, with any status."""
     try:
         send_request(f"{url}/health", None, BRIEF)
     except BadStatus:
@@ -199,14 +199,14 @@ def _answers(url: str) -> bool:
 
 
 def fingerprint(model: PreTrainedModel) -> list[int]:
-    """A number for each parameter, the sum of its bits as integers: an optimizer step changes it."""
+    """Return a number for each parameter, the sum of its bits as integers, which an optimizer step changes."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.detach().view(kinds[p.element_size()]).sum(dtype=torch.int64) for p in model.parameters()]
-    return torch.stack(sums).tolist()
+    return integers(torch.stack(sums))
 
 
 def chunks(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:
-    """These tensors in the CPU's memory, some at a time."""
+    """Yield these tensors in the CPU's memory, at most CHUNK bytes or one tensor at a time."""
     chunk: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -220,18 +220,18 @@ def chunks(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:
 
 
 class RemoteSampler(Histories):
-    """Conversations over servers; neighbours, which often begin with the same prompt, go to the same one.
+    """An engine that distributes conversations over servers; adjacent ones, which often share a prompt, go to the same.
 
-    ahead: weights are then sent by whoever changes them, while turns are being written. Without it they are sent at the
-    beginning of each `converse`, as they are then.
+    ahead: the thread that changes the weights sends them, with `Servers.renew`, while turns are being written. If
+    False, they are sent at the beginning of each `converse`.
     """
 
     def __init__(self, servers: Servers, *, ahead: bool = False) -> None:
         super().__init__()
         self.servers, self.ahead = servers, ahead
         self._home: dict[int, VLLMServer] = {}
-        self._seeds: dict[int, int] = {}  # of each turn that is not written yet
-        self._unasked: list[int] = []  # the conversations of those that no server has been asked for
+        self._seeds: dict[int, int] = {}  # of the turns that are not written yet
+        self._unsent: list[int] = []  # conversations whose turn no server has been asked for
 
     def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         handles = super().open(prompts)
@@ -246,27 +246,27 @@ class RemoteSampler(Histories):
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         if not self.ahead:
             self.servers.renew()
-        asked: dict[Future[Completion], tuple[VLLMServer, int]] = {}
+        requests: dict[Future[Completion], tuple[VLLMServer, int]] = {}
         with ThreadPoolExecutor(MOST_REQUESTS) as pool:
             self._begin(turns)
             while self._seeds:
                 if not self.ahead:
                     self.servers.rescue()
                 self._move()
-                for handle in self._unasked:
+                for handle in self._unsent:
                     server = self._home[handle]
                     request = pool.submit(server.ask, self._ids[handle], self._seeds[handle], params)
-                    asked[request] = server, handle
-                self._unasked = []
-                done = wait(asked, LOOK, FIRST_COMPLETED).done  # or a server has been lost meanwhile
+                    requests[request] = server, handle
+                self._unsent = []
+                done = wait(requests, LOOK, FIRST_COMPLETED).done  # empty after LOOK: a server may have been lost
                 written: list[tuple[int, Completion]] = []
-                for request in [request for request in asked if request in done]:
-                    written += self._written(*asked.pop(request), request)
+                for request in [request for request in requests if request in done]:
+                    written += self._written(*requests.pop(request), request)
                 if written:
                     self._begin(then(written))
 
     def _settle(self, handles: Sequence[int]) -> None:
-        """A server for each of these conversations, so that all have as many, neighbours at the same one."""
+        """Choose a server for each conversation: equally many on each, adjacent conversations on the same one."""
         while not (live := list(self.servers.live)):
             if self.ahead:
                 self.servers.wait()
@@ -281,19 +281,19 @@ class RemoteSampler(Histories):
         self._home.update(zip(handles, places, strict=False))
 
     def _move(self) -> None:
-        """Conversations of servers that are lost go on at others, with the turns that were asked for."""
+        """Move the conversations of lost servers, with their unfinished turns, to other servers."""
         stranded = [handle for handle, server in self._home.items() if server not in self.servers.live]
         if stranded:
             self._settle(stranded)
-            waiting = set(self._unasked)
-            self._unasked += [handle for handle in stranded if handle in self._seeds and handle not in waiting]
+            waiting = set(self._unsent)
+            self._unsent += [handle for handle in stranded if handle in self._seeds and handle not in waiting]
 
     def _begin(self, turns: Sequence[TurnRequest]) -> None:
         self._seeds.update(turns)
-        self._unasked += [handle for handle, _ in turns]
+        self._unsent += [handle for handle, _ in turns]
 
     def _written(self, server: VLLMServer, handle: int, request: Future[Completion]) -> list[tuple[int, Completion]]:
-        """The turn, if there is one and no other server writes it by now."""
+        """Return the turn of a request, unless the request failed or another server writes this turn by now."""
         try:
             completion = request.result()
         except Lost as error:

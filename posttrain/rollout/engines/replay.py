@@ -1,23 +1,24 @@
-"""What if a model has no standard KV cache?  Replay the whole conversation each turn through `model.generate`.
+"""What if a model has no standard KV cache?  `model.generate` reads the whole conversation again for each turn.
 
-Slower than the slot engine by a factor that grows with the turns, but it works for every architecture that generates.
+Slower than the slot engine by a factor that grows with the turns, but it works for every model with `generate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from posttrain.rollout.engines.base import Histories, Then, TurnRequest
 from posttrain.rollout.engines.sampling import sample_tokens, uniforms
+from posttrain.runtime import floats, integers
 from posttrain.types import Completion, SamplingParams
 
 
 class _OurDraw(LogitsProcessor):
-    """Draws the token itself and leaves `generate` (run greedily) no other choice."""
+    """Draws each token with `sample_tokens` and masks all others, so that greedy `generate` takes it."""
 
     def __init__(self, params: SamplingParams, seeds_B: torch.Tensor, padding: list[int]) -> None:
         self.params, self.seeds_B, self.padding = params, seeds_B, padding
@@ -39,9 +40,9 @@ class _OurDraw(LogitsProcessor):
 
 
 class ReplaySampler(Histories):
-    """Keeps token ids only; every turn prefills the whole left-padded history with a fresh cache."""
+    """Keeps token ids only; each turn prefills the whole history, padded on the left, into a new cache."""
 
-    def __init__(self, model: Any, stop_ids: Sequence[int], pad_id: int) -> None:
+    def __init__(self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> None:
         super().__init__()
         self.model, self.stop_ids, self.pad_id = model, list(stop_ids), pad_id
 
@@ -65,7 +66,8 @@ class ReplaySampler(Histories):
         chooser = _OurDraw(params, torch.tensor(seeds, device=device), [width - len(row) for row in rows])
         was_training = self.model.training
         self.model.eval()
-        self.model.generate(
+        generate = cast(Callable[..., object], self.model.generate)
+        generate(
             ids_BT.to(device),
             attention_mask=mask_BT.to(device),
             generation_config=GenerationConfig(
@@ -78,10 +80,10 @@ class ReplaySampler(Histories):
             logits_processor=LogitsProcessorList([chooser]),
         )
         self.model.train(was_training)
-        tokens_BN = torch.stack(chooser.tokens, 1).tolist()
-        logprobs_BN = torch.stack(chooser.logprobs, 1).tolist()
-        completions = []
-        for handle, tokens, logprobs in zip(handles, tokens_BN, logprobs_BN, strict=True):
+        tokens_BN, logprobs_BN = torch.stack(chooser.tokens, 1).cpu(), torch.stack(chooser.logprobs, 1).cpu()
+        completions: list[Completion] = []
+        for handle, tokens_N, logprobs_N in zip(handles, tokens_BN, logprobs_BN, strict=True):
+            tokens, logprobs = integers(tokens_N), floats(logprobs_N)
             stops = [n for n, token in enumerate(tokens) if token in self.stop_ids]
             length = stops[0] + 1 if stops else len(tokens)
             completions.append(Completion(tokens[:length], logprobs[:length], bool(stops)))

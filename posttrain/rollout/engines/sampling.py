@@ -1,4 +1,4 @@
-"""Which token comes next?  One token per row, from logits and a seed of its own; no global generator anywhere."""
+"""Which token comes next?  One token per row, from logits and the row's own seed, without a global generator."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ BLOCK = 256  # tokens of the vocabulary whose probabilities are summed together
 
 
 def uniforms(seeds_B: torch.Tensor, step: int | torch.Tensor) -> torch.Tensor:
-    """One uniform in [0, 1) per row, float64, shape (B,): splitmix64 of (row seed, position in the turn, int or (B,)).
+    """Return a uniform number in [0, 1) for each row, float64, (B,): splitmix64 of its seed and position.
 
-    Seeds (B, 1) and positions (N,) give those of N positions, (B, N).
+    It depends on nothing else, so a row draws the same in any batch (Steele et al. 2014, "Fast splittable pseudorandom
+    number generators").
 
-    The number depends on nothing else, so a row draws the same whatever batch it is in (Steele et al. 2014,
-    "Fast splittable pseudorandom number generators").
+    Args:
+        seeds_B: (B,) or, for the numbers (B, N) of N positions, (B, 1); int64.
+        step: the position in the turn: an int, (B,), or (N,).
     """
-
     if seeds_B.device.type == "mps":  # which has no double precision: the same numbers, rounded
         return uniforms(seeds_B.cpu(), torch.as_tensor(step).cpu()).float().to(seeds_B.device)
 
-    def signed(word: int) -> int:  # torch knows no unsigned 64-bit arithmetic; in two's complement it is the same
+    def signed(word: int) -> int:  # torch has no unsigned 64-bit arithmetic; two's complement gives the same bits
         return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
     def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-        return (z >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift: int64's own is arithmetic
+        return (z >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift; that of int64 is arithmetic
 
     z = seeds_B + (torch.as_tensor(step, device=seeds_B.device) + 1) * signed(0x9E3779B97F4A7C15)
     z = (z ^ shifted(z, 30)) * signed(0xBF58476D1CE4E5B9)
@@ -40,14 +41,17 @@ def sample_tokens(
     uniform_B: torch.Tensor,
     seen_BV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (B,) and their log-probs (B,) under softmax(logits / T), before penalty, top-k and top-p.
+    """Draw a token for each row by inverting the CDF; return tokens and log-probs, both (B,).
 
-    `seen_BV` is True where a token already occurs in the row (CTRL's repetition penalty, Keskar et al. 2019, eq. 5).
-    Inverse-CDF sampling: one uniform per row is enough.
+    Log-probs are those of softmax(logits / temperature), before penalty, top-k and top-p.
+
+    Args:
+        uniform_B: of `uniforms`.
+        seen_BV: True where a token already occurs in the row (CTRL's repetition penalty, Keskar et al. 2019, eq. 5).
     """
-    if (device := logits_BV.device).type == "mps":  # drawn by the CPU, in double precision
-        given = (logits_BV.cpu(), params, uniform_B.cpu().double(), None if seen_BV is None else seen_BV.cpu())
-        tokens_B, logprobs_B = sample_tokens(*given)
+    if (device := logits_BV.device).type == "mps":  # the CPU draws, in double precision
+        seen_BV = None if seen_BV is None else seen_BV.cpu()
+        tokens_B, logprobs_B = sample_tokens(logits_BV.cpu(), params, uniform_B.cpu().double(), seen_BV)
         return tokens_B.to(device), logprobs_B.to(device)
     logits_BV = logits_BV.float()
     divides = params.temperature not in (0, 1)
@@ -69,8 +73,9 @@ def sample_tokens(
 
 
 def _draw_in_blocks(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """A block of the vocabulary by its mass, then one of its tokens: double precision for a few hundred sums only."""
-    blocks_BNK = torch.nn.functional.pad(probs_BV, (0, -probs_BV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    """Draw a block of the vocabulary, then a token in it: only a few hundred sums are in double precision."""
+    padded_BV = torch.nn.functional.pad(probs_BV, (0, -probs_BV.shape[-1] % BLOCK))
+    blocks_BNK = torch.unflatten(padded_BV, -1, (-1, BLOCK))
     cdf_BN = blocks_BNK.sum(-1).double().cumsum(-1)
     block_B1 = _invert(cdf_BN, uniform_B)[:, None]
     upper_B1 = cdf_BN.gather(-1, block_B1)
@@ -79,11 +84,11 @@ def _draw_in_blocks(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Te
     rest_B1 = (target_B1 - lower_B1) / (upper_B1 - lower_B1)  # uniform again, inside the block
     inside_BK = blocks_BNK.gather(1, block_B1[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)
     tokens_B = block_B1.squeeze(-1) * BLOCK + _invert(inside_BK.double().cumsum(-1), rest_B1.squeeze(-1))
-    return tokens_B.clamp_(max=probs_BV.shape[-1] - 1)  # of logits that are no numbers the last token, and no crash
+    return tokens_B.clamp_(max=probs_BV.shape[-1] - 1)  # if logits are NaN: the last token, not a crash
 
 
 def _draw_filtered(scaled_BV: torch.Tensor, params: SamplingParams, uniform_B: torch.Tensor) -> torch.Tensor:
-    """Top-k, then nucleus (Holtzman et al. 2020): tokens are sorted, so both filters are a prefix."""
+    """Draw from top-k, then nucleus (Holtzman et al. 2020); tokens are sorted, so both filters keep a prefix."""
     k = min(params.top_k or scaled_BV.shape[-1], scaled_BV.shape[-1])
     top_BK, index_BK = scaled_BV.topk(k, sorted=True)
     probs_BK = top_BK.double().softmax(-1)
@@ -94,7 +99,7 @@ def _draw_filtered(scaled_BV: torch.Tensor, params: SamplingParams, uniform_B: t
 
 
 def _invert(cdf_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative probability exceeds u; a token of probability zero is never chosen."""
+    """Return the first index whose cumulative probability exceeds u; it never has probability zero."""
     total_B1 = cdf_BV[:, -1:]
     target_B1 = torch.minimum(uniform_B[:, None] * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
     index_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(-1)

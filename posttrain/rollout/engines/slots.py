@@ -1,12 +1,12 @@
-"""How are turns sampled without reading the conversation again?  Every conversation owns a slot of one big KV cache.
+"""How are turns sampled without reading the conversation again?  Each conversation has a slot in one large KV cache.
 
 Shapes: B rows taking part, S slots, H key-value heads, L cache length, D head size, Q query tokens, V vocabulary.
 
-The one invariant: a token's index in its slot equals its position in the conversation. So the attention mask is
-`index <= position` and nothing else: whatever lies beyond a row's length is invisible, padding on the right writes
-where the next real token will overwrite it, and reusing a slot needs no clearing. The last token of a conversation is
-never in the cache yet; it is what the next forward pass is fed. A row that is done is fed as well, and writes behind
-what its slot needs, until another turn begins there or the rows move together.
+A token's index in its slot equals its position in the conversation. So the attention mask is `index <= position`:
+what lies behind a row's length is invisible, padding on the right is overwritten by the next token, and a slot can be
+used again without being cleared. The last token of a conversation is not in the cache yet: the next forward pass reads
+it. A row that is done still takes part in forward passes and writes behind what its slot needs, until another turn
+begins there or the rows are moved.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from posttrain.models import attention_mask, backbone_states, fused_weights
-from posttrain.rollout.engines.base import Sampler, Then, TurnRequest
+from posttrain.models import attention_mask, backbone_states, fused_weights, text_config
+from posttrain.rollout.engines.base import Histories, Then, TurnRequest
 from posttrain.rollout.engines.sampling import sample_tokens, uniforms
-from posttrain.runtime import CacheLayer, widest
+from posttrain.runtime import CacheLayer, floats, integers, widest
 from posttrain.types import Completion, SamplingParams
 
-REFILL_BELOW = 0.8  # finished rows make room once fewer than this share of the batch is still writing
-PREFILL_TOKENS = 16384  # per forward pass, so that a long prompt batch cannot exhaust the memory
+REFILL_BELOW = 0.8  # turns that are done are replaced once fewer than this share of the batch is being written
+PREFILL_TOKENS = 16384  # in a forward pass: a limit for the memory that many long prompts take
 
 
 def whole_blocks(length: int) -> int:
-    """The positions that the cache has for conversations of this length."""
+    """Return how many positions the cache has for conversations of this length."""
     return -(-length // 64) * 64
 
 
 class _SlotLayer(CacheLayer):
-    """Keys and values of one layer, [S, H, L, D], written at [row, position]; neighbouring rows are read as a view."""
+    """Keys and values of one layer, [S, H, L, D], written at [row, position]; adjacent rows are read as a view."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.slots = self.length = self.visible = 0
         self.rows: slice | torch.Tensor = slice(0, 0)
         self.row_B1 = torch.empty(0, 1, dtype=torch.long)
         self.positions_BQ = torch.empty(0, 0, dtype=torch.long)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        kind = key_states.device.type  # under autocast, attention would convert the whole cache at every token
+        kind = key_states.device.type  # otherwise attention would convert the whole cache at each token
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else key_states.dtype
 
         def grown(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class _SlotLayer(CacheLayer):
         return self.keys[self.rows, :, : self.visible], self.values[self.rows, :, : self.visible]
 
     def copy_rows(self, target_N: torch.Tensor, source_N: torch.Tensor, length: int) -> None:
-        """target[i] <- source[i], all read before any is written; only the first `length` positions matter."""
+        """Copy the first `length` positions of row source[i] to row target[i]; all are read before any is written."""
         if self.keys is not None and self.values is not None:
             if self.keys.shape[0] < self.slots:
                 self.lazy_initialization(self.keys, self.values)
@@ -85,7 +85,7 @@ class _SlotLayer(CacheLayer):
 
 
 class SlotRows(NamedTuple):
-    """One row a slot: what the model is fed next, what it has written so far in this turn."""
+    """A row for each slot: the token that the model reads next, and what it has written so far in this turn."""
 
     token_B: torch.Tensor
     position_B: torch.Tensor
@@ -93,13 +93,13 @@ class SlotRows(NamedTuple):
     length_B: torch.Tensor
     tokens_BN: torch.Tensor
     logprobs_BN: torch.Tensor
-    seen_BV: torch.Tensor  # without a repetition penalty it has no columns
+    seen_BV: torch.Tensor  # no columns without a repetition penalty
 
 
 def write_token(
     rows: SlotRows, done_B: torch.Tensor, logits_BV: torch.Tensor, params: SamplingParams, stop_ids: torch.Tensor
 ) -> torch.Tensor:
-    """One more token in each row that is not done yet; which rows are done now."""
+    """Write one more token into each row that is not done; return which rows are done now, (B,)."""
     place_B1 = rows.length_B[:, None]
     next_B, logprob_B = sample_tokens(logits_BV, params, rows.uniform_BN.gather(1, place_B1).squeeze(1), rows.seen_BV)
     rows.tokens_BN.scatter_(1, place_B1, next_B[:, None])
@@ -114,27 +114,27 @@ def write_token(
 
 
 class Writing:
-    """The turns that are being written, each in the row of its slot."""
+    """The turns that are being written; each is in the row of its slot."""
 
     def __init__(self, params: SamplingParams, vocabulary: int, stop_ids: list[int], device: torch.device) -> None:
         self.params, self.device = params, device
         self.seen_size = vocabulary if params.repetition_penalty != 1.0 else 0
         self.stop_ids = torch.tensor(stop_ids, device=device)
         self.rows = self._fresh(0)
-        self.slots: set[int] = set()  # those whose turn is not done
+        self.slots: set[int] = set()  # slots whose turn is not done
 
     def _fresh(self, count: int) -> SlotRows:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=self.device)
 
-        size = self.params.max_new_tokens + 1  # a row that is done writes behind its end
+        size = self.params.max_new_tokens + 1  # a row that is done writes behind its turn
         written = zeros(size), zeros(size, dtype=torch.float32)
         uniform = zeros(size, dtype=widest(self.device))
         return SlotRows(zeros(), zeros(), uniform, zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
 
     @property
     def width(self) -> int:
-        """How many rows take part in a forward pass."""
+        """How many rows the turns span."""
         return 1 + max(self.slots)
 
     def _grow(self, count: int) -> None:
@@ -143,7 +143,7 @@ class Writing:
             self.rows = SlotRows._make(map(torch.cat, zip(self.rows, self._fresh(missing), strict=True)))
 
     def begin(self, slots: Sequence[int], ids: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-        """Turns behind these ids."""
+        """Begin a turn after these ids, in each of these slots."""
         self._grow(1 + max(slots))
         slot_N, rows = torch.tensor(slots, device=self.device), self.rows
         rows.token_B[slot_N] = torch.tensor([row[-1] for row in ids], device=self.device)
@@ -158,9 +158,10 @@ class Writing:
         self.slots |= set(slots)
 
     def ready(self, free: Sequence[int]) -> tuple[torch.Tensor, int]:
-        """Make the first rows ready, as many as `free`: which of them are done, (B,), and the positions they see.
+        """Prepare the first rows for a forward pass; return which are done, (B,), and how many positions they see.
 
-        A row that nobody writes in is fed something at the first position that its slot does not need, `free[slot]`.
+        Args:
+            free: for each row, the first position that its slot does not need; a row without a turn writes there.
         """
         width = len(free)
         self._grow(width)
@@ -172,64 +173,64 @@ class Writing:
         return done_B, int(self.rows.position_B[:width].max()) + 1
 
     def first(self, count: int) -> SlotRows:
-        """Views of the first rows."""
+        """Return views of the first rows."""
         return SlotRows._make(each[:count] for each in self.rows)
 
     def move(self, target: Sequence[int], source: Sequence[int]) -> None:
+        """Move rows between slots."""
         target_N, source_N = torch.tensor(target, device=self.device), torch.tensor(source, device=self.device)
         for each in self.rows:
             each[target_N] = each[source_N]
         self.slots = (self.slots - set(source)) | set(target)
 
     def end(self, slots: Sequence[int]) -> list[Completion]:
-        """What was written in these slots."""
+        """End the turns in these slots and return them."""
         slot_N = torch.tensor(slots, device=self.device)
-        columns = (self.rows.length_B, self.rows.tokens_BN, self.rows.logprobs_BN)
-        written = zip(*(each[slot_N].tolist() for each in columns), strict=True)
+        lengths = integers(self.rows.length_B[slot_N])
+        tokens_NT, logprobs_NT = self.rows.tokens_BN[slot_N].cpu(), self.rows.logprobs_BN[slot_N].cpu()
         self.slots -= set(slots)
-        stop_ids = set(self.stop_ids.tolist())
-        return [Completion(ids[:n], logprobs[:n], ids[n - 1] in stop_ids) for n, ids, logprobs in written]
+        stop_ids = set(integers(self.stop_ids))
+        completions: list[Completion] = []
+        for length, tokens_T, logprobs_T in zip(lengths, tokens_NT, logprobs_NT, strict=True):
+            ids, logprobs = integers(tokens_T[:length]), floats(logprobs_T[:length])
+            completions.append(Completion(ids, logprobs, ids[-1] in stop_ids))
+        return completions
 
 
-class SlotSampler(Sampler):
-    """The KV cache stays across turns: a turn costs its new tokens, not its history.
+class SlotSampler(Histories):
+    """An engine that keeps the KV cache across turns: a turn costs its new tokens, not its history.
 
-    Rows that finish make room for the turns that follow while the others go on, and conversations that begin with the
-    same prompt share one reading of it. Where it is known how long a conversation can become, the cache grows to this
-    `longest` and not beyond.
+    Turns that are done are replaced by the next ones while the others go on. Conversations with the same prompt share
+    one prefill of it. longest: tokens of the longest conversation, if known; the cache does not grow beyond it.
     """
 
     def __init__(
         self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, longest: int | None = None
     ) -> None:
+        super().__init__()
         self.model, self.stop_ids, self.pad_id = model, sorted(stop_ids), pad_id
         self.longest = longest
-        self._layers = [_SlotLayer() for _ in range(model.config.get_text_config().num_hidden_layers)]
+        self._layers = [_SlotLayer() for _ in range(text_config(model).num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
-        self._ids: dict[int, list[int]] = {}
-        self._cached: dict[int, int] = {}
+        self._cached: dict[int, int] = {}  # how many tokens of a conversation are in the cache
         self._slot: dict[int, int] = {}
-        self._readers: dict[tuple[int, ...], int] = {}  # which conversation has read this prefix first
+        self._readers: dict[tuple[int, ...], int] = {}  # the conversation that has read this prefix first
         self._vacant: list[int] = []
-        self._next = 0
 
     def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        handles = list(range(self._next, self._next + len(prompts)))
-        self._next += len(prompts)
-        for handle, prompt in zip(handles, prompts, strict=True):
-            assert len(prompt) > 0
-            self._ids[handle], self._cached[handle] = list(prompt), 0
+        assert all(len(prompt) > 0 for prompt in prompts)
+        handles = super().open(prompts)
+        for handle in handles:
+            self._cached[handle] = 0
             self._slot[handle] = heappop(self._vacant) if self._vacant else len(self._slot)
         return handles
 
-    def append(self, handle: int, ids: Sequence[int]) -> None:
-        self._ids[handle].extend(ids)
-
     def close(self, handles: Sequence[int]) -> None:
-        gone = set(handles)
-        for handle in gone:
+        super().close(handles)
+        for handle in handles:
             heappush(self._vacant, self._slot.pop(handle))
-            del self._ids[handle], self._cached[handle]
+            del self._cached[handle]
+        gone = set(handles)
         self._readers = {ids: reader for ids, reader in self._readers.items() if reader not in gone}
         if not self._slot:
             self._vacant.clear()
@@ -240,9 +241,9 @@ class SlotSampler(Sampler):
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         was_training = self.model.training
         self.model.eval()
-        vocabulary = self.model.config.get_text_config().vocab_size
+        vocabulary = text_config(self.model).vocab_size
         writing = Writing(params, vocabulary, self.stop_ids, self.model.device)
-        with fused_weights(self.model):  # no weight changes before the last turn is written
+        with fused_weights(self.model):  # weights do not change before the last turn is written
             while turns or writing.slots:
                 if turns:
                     handles = [handle for handle, _ in turns]
@@ -258,6 +259,7 @@ class SlotSampler(Sampler):
     # ------------------------------------------------------------------ the cache
 
     def reserve(self, length: int) -> None:
+        """Let the cache grow at its next use: a slot for each conversation, with at least `length` positions."""
         for layer in self._layers:
             layer.slots = max(layer.slots, len(self._slot) + len(self._vacant))
             if layer.length < length:
@@ -270,7 +272,7 @@ class SlotSampler(Sampler):
             layer.copy_rows(target_N, source_N, length)
 
     def _gather(self, writing: Writing) -> None:
-        """Move the rows that are being written into the first slots, and who waits there out of the way."""
+        """Move the rows that are being written into the first slots, and swap the conversations that are there."""
         count = len(writing.slots)
         holes = [slot for slot in range(count) if slot not in writing.slots]
         late = sorted(slot for slot in writing.slots if slot >= count)
@@ -288,7 +290,8 @@ class SlotSampler(Sampler):
 
     def _inputs(
         self, ids_BQ: torch.Tensor, positions_BQ: torch.Tensor, rows: slice | torch.Tensor, visible: int
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
+        """Point the cache's layers at these rows and positions, and return the model's arguments."""
         device = ids_BQ.device
         row_B = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
         for layer in self._layers:
@@ -305,7 +308,7 @@ class SlotSampler(Sampler):
     # ------------------------------------------------------------------ reading
 
     def _prefill(self, handles: Sequence[int]) -> None:
-        """Bring all but the last token of each conversation into the cache; equal prefixes are prefilled once."""
+        """Read all but the last token of each conversation into the cache; equal prefixes are read once."""
         followers: list[tuple[int, int]] = []
         unread: list[int] = []
         for handle in handles:
@@ -334,18 +337,18 @@ class SlotSampler(Sampler):
             self._cached[handle] = len(self._ids[handle]) - 1
 
     def _read(self, handles: Sequence[int], width: int) -> None:
-        """One forward pass over the new tokens of these conversations, `width` at most; no logits are made."""
+        """Read the new tokens of these conversations, at most `width` of each, in one forward pass without logits."""
         ids_BQ = torch.full((len(handles), width), self.pad_id)
         positions_BQ = torch.empty((len(handles), width), dtype=torch.long)
         for i, handle in enumerate(handles):
             ids, cached = self._ids[handle], self._cached[handle]
             ids_BQ[i, : len(ids) - 1 - cached] = torch.tensor(ids[cached:-1])
-            # padding writes where the last token, which is fed next, will overwrite it
+            # padding writes where the last token will overwrite it
             positions_BQ[i] = torch.arange(cached, cached + width).clamp_(max=len(ids) - 1)
             self._cached[handle] = len(ids) - 1
         device, slots = self.model.device, [self._slot[handle] for handle in handles]
-        neighbours = slots[-1] - slots[0] == len(slots) - 1
-        rows = slice(slots[0], slots[-1] + 1) if neighbours else torch.tensor(slots, device=device)
+        adjacent = slots[-1] - slots[0] == len(slots) - 1
+        rows = slice(slots[0], slots[-1] + 1) if adjacent else torch.tensor(slots, device=device)
         visible = int(positions_BQ.max()) + 1
         nothing_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool, device=device)
         backbone_states(
@@ -355,12 +358,12 @@ class SlotSampler(Sampler):
     # ------------------------------------------------------------------ writing
 
     def _write(self, writing: Writing) -> list[tuple[int, Completion]]:
-        """Write on until many of the turns are done, and return these."""
+        """Write until many of the turns are done, and return these."""
         owner = {slot: handle for handle, slot in self._slot.items()}
         free = [self._cached[owner[slot]] if slot in owner else 0 for slot in range(self._width(writing))]
         done_B, visible = writing.ready(free)
         done_B = self._decode(writing, done_B, visible, max(1.0, REFILL_BELOW * len(writing.slots)))
-        slots = [slot for slot, done in enumerate(done_B.tolist()) if done and slot in writing.slots]
+        slots = [slot for slot, done in enumerate(integers(done_B)) if done and slot in writing.slots]
         finished = [(owner[slot], completion) for slot, completion in zip(slots, writing.end(slots), strict=True)]
         for handle, completion in finished:
             self._cached[handle] = len(self._ids[handle]) + len(completion.ids) - 1
@@ -368,11 +371,11 @@ class SlotSampler(Sampler):
         return finished
 
     def _width(self, writing: Writing) -> int:
-        """How many rows a forward pass has."""
+        """Return how many rows take part in a forward pass."""
         return writing.width
 
     def _decode(self, writing: Writing, done_B: torch.Tensor, visible: int, enough: float) -> torch.Tensor:
-        """Tokens for as long as there are enough rows that are not done; which rows are done then."""
+        """Write tokens while at least `enough` rows are not done; return which rows are done then, (B,)."""
         going = enough
         while going >= enough:
             done_B = self._step(writing, done_B, visible)
@@ -381,6 +384,7 @@ class SlotSampler(Sampler):
         return done_B
 
     def _step(self, writing: Writing, done_B: torch.Tensor, visible: int) -> torch.Tensor:
+        """Write one token in each row that is not done; return which rows are done now, (B,)."""
         rows = writing.first(len(done_B))
         inputs = self._inputs(rows.token_B[:, None], rows.position_B[:, None], slice(0, len(done_B)), visible)
         logits_BV = self.model(**inputs, logits_to_keep=1).logits[:, -1]

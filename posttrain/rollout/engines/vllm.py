@@ -1,8 +1,7 @@
-"""What if vLLM is installed?  It writes the turns with kernels of its own, and is given the policy's weights to do so.
+"""What if vLLM is installed?  It writes the turns in this process, with the policy's weights.
 
-vLLM batches rows, drops and refills them by itself, and finds in its prefix cache what it has read of a conversation.
-Its log-probs are the trainer's but for rounding. One process, one GPU; vLLM runs in this process, where its weights
-are within reach.
+vLLM batches the rows, and its prefix cache holds what it has read of a conversation. Its log-probs are the trainer's
+except for rounding. One process, one GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ from posttrain.types import Completion, SamplingParams, UserError
 
 
 class VLLMSampler(Histories):
-    """vLLM's `LLM` around a copy of the policy, which is renewed at the beginning of each `converse`.
+    """vLLM's `LLM` with a copy of the policy, which is updated at the beginning of each `converse`.
 
-    memory: the share of the GPU that vLLM takes for weights and KV cache. Tokens are drawn without top_k, top_p and
-    repetition penalty. A UserError where vLLM is not installed or does not know the architecture, and under torchrun.
+    Without top_k, top_p and repetition penalty. longest: tokens of the longest conversation, if known. memory: the
+    share of the GPU that vLLM takes for weights and KV cache. A UserError if vLLM is not installed or does not know the
+    architecture, or if there are several processes.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class VLLMSampler(Histories):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         try:
-            self.vllm: Any = importlib.import_module("vllm")
+            self.vllm = importlib.import_module("vllm")
         except ImportError as error:
             raise UserError(
-                f"rollout.engine=vllm needs vLLM, which cannot be imported ({error}): requirements-extras.txt says"
-                " how to install it, or write rollout.engine=auto."
+                f"rollout.engine=vllm needs vLLM, which cannot be imported ({error}). Run `pip install"
+                " vllm==0.32.0` and then `pip install .` again in this project's folder, or write rollout.engine=auto."
             ) from error
         name = type(model).__name__
         if name not in self.vllm.ModelRegistry.get_supported_archs():
@@ -64,28 +64,28 @@ class VLLMSampler(Histories):
             turns = then(written) if written else []
 
     def _start(self) -> Any:
-        """vLLM without weights, in the precision that the policy computes in."""
+        """Start vLLM with random weights, in the precision that the policy computes in."""
         kind = self.model.device.type
         autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else self.model.dtype
         config = self.model.config
         config.architectures = [type(self.model).__name__]
         with tempfile.TemporaryDirectory() as folder:
-            config.save_pretrained(folder)
+            config.save_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
             return self.vllm.LLM(
                 folder,
                 load_format="dummy",
                 skip_tokenizer_init=True,
                 generation_config="vllm",
-                logprobs_mode="processed_logprobs",  # those of the temperature at which a token was drawn
+                logprobs_mode="processed_logprobs",  # log-probs at the temperature of the draw
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=self.longest,
                 gpu_memory_utilization=self.memory,
                 enable_prefix_caching=True,
-                enforce_eager=kind == "cpu",  # compiling takes longer there than it saves
+                enforce_eager=kind == "cpu",  # compilation takes longer there than it saves
             )
 
-    def _distribution(self, params: SamplingParams, seed: int) -> Any:
+    def _distribution(self, params: SamplingParams, seed: int) -> object:
         plain = params.top_k == 0 and params.top_p == 1 and params.repetition_penalty == 1
         assert plain, "its log-probs would be those after the cut"
         return self.vllm.SamplingParams(

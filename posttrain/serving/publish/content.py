@@ -125,7 +125,7 @@ def gather_content(run: Path, repo: str, include: Sequence[str] = (), evaluation
 
 
 def list_free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return texts that a person wrote, as they will be published: only a reader can see whether they name somebody."""
+    """Return texts that a person wrote, as they will be published: only a reader can see whether they contain names."""
     written: list[tuple[str, str]] = []
     if settings := content.files.get(checkpoint.RUN_CONFIG):
         text = settings.decode() if isinstance(settings, bytes) else settings.read_text(encoding="utf-8")

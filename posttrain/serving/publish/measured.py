@@ -59,7 +59,7 @@ def _checkpoint(results: Record, name: str, figures: CardFigures) -> None:
         figure = column.get(entry)
         if figure is None:
             continue
-        part = column.found(entry)
+        part = column.figures_in(entry)
         n, share = part.get("n", part.get("episodes")), f"{figure.value:.3g} [{figure.low:.3g}, {figure.high:.3g}]"
         setting = f", {column.setting}" if column.setting else ""
         figures.rows.append((f"{column.title} ({column.note}{setting})", share, str(n)))

@@ -253,7 +253,7 @@ def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
 
 
 def line_of(text: str, value: str) -> int:
-    """Return the first line with this string in one of the forms of JSON; 1 if there is none."""
+    """Return the first line with this string in one of the forms of JSON; 1 without one."""
     written = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], value)
     places = [text.index(one) for one in written if one in text]
     return 1 + text.count("\n", 0, min(places, default=0))

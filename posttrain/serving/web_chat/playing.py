@@ -44,7 +44,7 @@ class PlayTab:
         chosen = [env.title for env in self.cfg.envs]  # with options of the config
         titles = chosen + [name for name in envs.names() if name not in chosen]
         models = list(self.generators)
-        seat, asked = gradio.State(Seat()), gradio.Number(visible=False)
+        seat, clicks = gradio.State(Seat()), gradio.Number(visible=False)
         with gradio.Row():
             model = gradio.Dropdown(models, value=models[0], label="Model", visible=len(models) > 1, min_width=280)
             env = gradio.Dropdown(titles, value=chosen[0] if chosen else "frozen_lake", label="Environment")
@@ -65,8 +65,8 @@ class PlayTab:
         turns = gradio.HTML(elem_id="turns", elem_classes="figures")
 
         shown = [state, status, observation, turns, step, stop]
-        begun = step.click(self.begin, seat, [asked, step, stop], **QUICK)
-        played = begun.then(self.turn, [seat, asked], [thought, answer], api_name="turn", **ONE_AT_A_TIME)
+        begun = step.click(self.begin, seat, [clicks, step, stop], **QUICK)
+        played = begun.then(self.turn, [seat, clicks], [thought, answer], api_name="turn", **ONE_AT_A_TIME)
         start.click(
             self.open, [seat, model, env, level, preset], [*shown, thought, answer], api_name="open", cancels=[played]
         )

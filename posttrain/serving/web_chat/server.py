@@ -32,7 +32,11 @@ STYLE = """
 
 
 def require_gradio() -> None:
-    """Turn gradio's telemetry off; UserError if gradio is missing."""
+    """Turn gradio's telemetry off.
+
+    Raises:
+        UserError: gradio is missing.
+    """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(
         1 << 60
@@ -41,8 +45,8 @@ def require_gradio() -> None:
         import gradio  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"--web needs the package gradio ({error}). Install it: pip install -r requirements.txt. Without --web the"
-            " chat is in the terminal."
+            f"--web needs the package gradio ({error}). Run `pip install .` in this project's folder. Without"
+            " --web the chat is in the terminal."
         ) from error
 
 
@@ -125,7 +129,14 @@ def theme() -> Any:
 
 
 def serve_page(generators: dict[str, Generator], cfg: ChatRun, listening: socket.socket, password: str | None) -> None:
-    """Serve the page until Ctrl-C."""
+    """Serve the web chat until Ctrl-C.
+
+    Args:
+        generators: one or two models by name.
+        cfg: config of the chat.
+        listening: socket of `listen`.
+        password: of `chosen_password`; None for a page without one.
+    """
     import uvicorn
 
     from envs.guard import patient_protocol

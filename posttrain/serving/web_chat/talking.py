@@ -36,8 +36,8 @@ Shown = list[Any]  # messages as gradio takes them
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The settings of a message, with an entry for each side: Wanted([("a", SamplingSection())], "Be brief.", 512)."""
+class MessageSettings:
+    """The settings of a message, an entry for each side: MessageSettings([("a", SamplingSection())], "Be brief", 9)."""
 
     sides: list[tuple[str, SamplingSection]]
     system: str | None
@@ -56,15 +56,15 @@ class Talk:
     settings: list[list[str]] = field(default_factory=lambda: [[], []])  # of each answer in `sides`
     seconds: dict[str, float] = field(default_factory=dict)  # of each of the last answers
     busy: bool = False  # while an answer is being written
-    unwanted: bool = False  # `reset` ends it
+    discarded: bool = False  # `reset` ends it
 
-    def side(self, number: int, generator: Generator, wanted: Wanted) -> Conversation:
+    def side(self, number: int, generator: Generator, request: MessageSettings) -> Conversation:
         """Return the conversation of a side; another system message or model starts a new one."""
         talk = self.sides[number]
-        if talk is None or talk.chat is not generator.chat or talk.system != wanted.system:
-            talk = Conversation(generator.chat, generator.context, wanted.longest, wanted.system)
+        if talk is None or talk.chat is not generator.chat or talk.system != request.system:
+            talk = Conversation(generator.chat, generator.context, request.longest, request.system)
             self.sides[number], self.settings[number] = talk, []
-        talk.max_new_tokens = wanted.longest
+        talk.max_new_tokens = request.longest
         return talk
 
     def shown(self, number: int) -> Shown:
@@ -99,7 +99,7 @@ class ChatTab:
             label="Message", show_label=False, placeholder="Write a message; Enter sends it", submit_btn=SEND,
             elem_id="message", autofocus=True, max_lines=12,
         )  # fmt: skip
-        self.asked = gradio.Textbox(visible=False)
+        self.sent = gradio.Textbox(visible=False)
         with gradio.Row():
             self.new = gradio.Button("New conversation")
             self.export = gradio.Button("Export")
@@ -160,10 +160,10 @@ class ChatTab:
         view = [*self.chatbots, self.figures]
         inputs = [self.beside, self.system, self.longest, *self.settings[0], *self.settings[1]]
         begun = self.message.submit(
-            self.begin, [self.message, self.talk, *inputs], [self.message, self.asked, *view], **QUICK
+            self.begin, [self.message, self.talk, *inputs], [self.message, self.sent, *view], **QUICK
         )
         answered = begun.success(
-            self.answer, [self.asked, self.talk, *inputs], view, api_name="chat", show_progress_on=self.chatbots,
+            self.answer, [self.sent, self.talk, *inputs], view, api_name="chat", show_progress_on=self.chatbots,
             **ONE_AT_A_TIME,
         )  # fmt: skip
         for over in (answered.then, answered.failure):  # gradio calls `then` after a success and after a stop
@@ -187,18 +187,18 @@ class ChatTab:
         """Show the message at once, also while other pages are answered."""
         if not (text or "").strip():
             raise page_error("Write a message first.")
-        wanted = self.wanted(*inputs)
+        request = self.read_settings(*inputs)
         talk.pending, talk.waiting, talk.answers = text, True, {}
         labelled: list[Any] = [gradio.skip(), gradio.skip()]
-        for side, (name, how) in enumerate(wanted.sides):
-            talk.side(side, self.generators[name], wanted)
+        for side, (name, how) in enumerate(request.sides):
+            talk.side(side, self.generators[name], request)
             labelled[side] = gradio.Chatbot(talk.shown(side), label=f"{'AB'[side]}: {name}, {describe_sampling(how)}")
         waiting = gradio.Textbox("", submit_btn=False, stop_btn=STOP, interactive=False)
         return waiting, text, *labelled, self.figured(talk)
 
     def answer(self, text: str, talk: Talk, *inputs: Any) -> Iterator[tuple[Any, ...]]:
         """Write a token on each side in turn, until the answers end, are stopped, or the page is closed."""
-        wanted = self.wanted(*inputs)
+        request = self.read_settings(*inputs)
         talk.pending, talk.waiting, talk.busy, talk.seconds = text, True, True, {}
         seed = derive_seed(
             self.cfg.seed, "chat", talk.number
@@ -207,15 +207,15 @@ class ChatTab:
         conversations: list[Conversation] = []
         answers: list[Answer] = []
         try:
-            for side, (name, how) in enumerate(wanted.sides):
+            for side, (name, how) in enumerate(request.sides):
                 generator = self.generators[name]
-                conversations.append(talk.side(side, generator, wanted))
+                conversations.append(talk.side(side, generator, request))
                 ids = conversations[side].prompt(text)
-                params = how.params(min(wanted.longest, generator.context - len(ids)))
+                params = how.params(min(request.longest, generator.context - len(ids)))
                 answers.append(generator.answer(ids, params, seed))
             talk.answers = dict(zip("AB", answers, strict=False))
             writing = {side: iter(answer) for side, answer in talk.answers.items()}
-            while writing and not talk.unwanted:
+            while writing and not talk.discarded:
                 for side in list(writing):
                     if next(writing[side], None) is None:
                         del writing[side]
@@ -230,7 +230,7 @@ class ChatTab:
             for side, written in enumerate(answers):
                 written.stop()
                 if written.ids:
-                    talk.settings[side].append(describe_sampling(wanted.sides[side][1]))
+                    talk.settings[side].append(describe_sampling(request.sides[side][1]))
                     conversations[side].exchanges.append(Exchange(text, written.ids, written.finished, written.text))
                     talk.pending, talk.waiting = "", False
             talk.number += 1
@@ -240,14 +240,14 @@ class ChatTab:
     def settle(self, talk: Talk) -> tuple[Any, ...]:
         """Show the page after an answer; a message without an answer goes back into its text box."""
         wait_until_idle(talk)
-        if talk.unwanted:  # `reset` shows an empty page; this view could arrive after it
+        if talk.discarded:  # `reset` shows an empty page; this view could arrive after it
             return (gradio.skip(),) * 4
         talk.waiting = False
         return gradio.Textbox(talk.pending, submit_btn=SEND, stop_btn=False, interactive=True), *self.view(talk)
 
     def reset(self, talk: Talk, beside: bool) -> tuple[Any, ...]:
         """Start a new conversation, on one side or on both."""
-        talk.unwanted = True
+        talk.discarded = True
         wait_until_idle(talk)
         vars(talk).update(vars(Talk()))
         first = gradio.Chatbot([], label="A"), gradio.Chatbot([], label="B", visible=beside)
@@ -271,7 +271,7 @@ class ChatTab:
             return [gradio.skip()] * len(SLIDERS)
         return [getattr(self.cfg.presets[preset], name) for name in SLIDERS]
 
-    def wanted(self, beside: bool, system: str | None, longest: float, *settings: Any) -> Wanted:
+    def read_settings(self, beside: bool, system: str | None, longest: float, *settings: Any) -> MessageSettings:
         """Read the values of the settings' components."""
         half, sides = len(settings) // 2, []
         for model, _, *values in (settings[:half], settings[half:])[: 1 + beside]:
@@ -282,7 +282,7 @@ class ChatTab:
             except ValidationError as error:  # a program can send any value
                 words = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
                 raise page_error(f"These settings cannot be used: {words}.") from error
-        return Wanted(sides, (system or "").strip() or None, int(longest))
+        return MessageSettings(sides, (system or "").strip() or None, int(longest))
 
     def view(self, talk: Talk) -> tuple[Any, ...]:
         """Return the values of both chatbots and of the figures."""

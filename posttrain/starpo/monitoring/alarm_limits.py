@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from posttrain.config import StarPORun
@@ -35,7 +36,8 @@ LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/fixtures/alarms.j
 HALF_PRECISION_GAP = 16 * 2**-8  # nats, mean over tokens: 16 steps of bfloat16; about 5 were seen
 
 
-class Option(NamedTuple):
+@dataclass(frozen=True)
+class Option:
     """One change to advise, and whether it is useful for a run (a setting that the run already has is not advised)."""
 
     words: str

@@ -82,7 +82,7 @@ def advance(
     findings = list(_numbers(memory.setdefault("_numbers", {}), row, setting))
     for rule in RULES:
         findings += rule(memory.setdefault(rule.__name__, {}), finite, setting)
-    alarms = []
+    alarms: list[Alarm] = []
     for name, bad, well, message in findings:
         if bad and name not in on:
             advice = ADVICE[name.split("/")[0]]

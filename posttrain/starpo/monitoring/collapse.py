@@ -11,7 +11,7 @@ from posttrain.config import StarPORun
 from posttrain.models import Chat
 from posttrain.plan import can_share_prefixes
 from posttrain.rollout import thoughts
-from posttrain.runtime import parallel
+from posttrain.runtime import floats, parallel
 from posttrain.starpo import diagnostics
 from posttrain.starpo.learner import Learner
 from posttrain.starpo.monitoring.cross_score import (
@@ -104,7 +104,7 @@ def thoughts_and_prompts(
                 models.policy, pairs.prompts, [pairs.reasonings[i] for i in own], temperature=cfg.rollout.temperature
             )
         before = state.collapse.get(scope)
-        scores_RN = torch.tensor(parallel.gather(scores.tolist()))
+        scores_RN = torch.tensor(parallel.gather([floats(row_N) for row_N in scores]))
         figures, scale = diagnostics.information(
             scores_RN,
             torch.tensor(pairs.own),

@@ -114,7 +114,7 @@ def cross_scores(
             rows = [[*prompts[n], *reasonings[r]] for r, n in several]
             masks = [[False] * len(prompts[n]) + [True] * len(reasonings[r]) for r, n in several]
             logprobs_S, _ = head_logprobs(model, *prefixes.states(rows, masks), temperature)
-            for (r, n), part in zip(several, logprobs_S.split([sum(mask) for mask in masks]), strict=True):
+            for (r, n), part in zip(several, torch.split(logprobs_S, [sum(mask) for mask in masks]), strict=True):
                 scores_RN[r, n] = part.float().sum()
     model.train(was_training)
     return scores_RN

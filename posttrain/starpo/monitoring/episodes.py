@@ -54,9 +54,10 @@ class Summary(NamedTuple):
     @classmethod
     def of_record(cls, record: Record) -> Summary:
         """Summarise a row of the evaluator or of a scripted policy; a field that it lacks is 0 or False."""
-        kept = {name: record.get(name, 0) for name in cls._fields}
+        kept: Record = {name: record.get(name, 0) for name in cls._fields}
         kept |= {"success": bool(record["success"]), "crashed": bool(kept["crashed"]), "level_key": record["level"]}
-        return cls(**kept | {"reward": record["return"], "actions": 0})
+        kept |= {"reward": record["return"], "actions": 0}
+        return cls(**kept)
 
 
 def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
@@ -175,7 +176,8 @@ def reward_table(cfg: StarPORun, played: Sequence[EnvSection], episodes: int = 1
         played: the environment of each group of a step.
         episodes: of each player.
     """
-    rows, widths = [], []
+    rows: list[tuple[str, str, str]] = []
+    widths: list[float] = []
     for env in cfg.envs:
         earned = scripted_returns(env, cfg.protocol, episodes)
         seen = f"{min(earned):g} to {max(earned):g} ({len(earned)} episodes)" if earned else "not observed"

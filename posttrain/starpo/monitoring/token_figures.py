@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 from posttrain.models import Chat
+from posttrain.runtime import floats, integers
 from posttrain.starpo.experience import Batch, Experience
 from posttrain.starpo.learner import Learner
 from posttrain.types import Trajectory
 
-TokenFigures = dict[
-    str, list[Any]
-]  # {"text": ["<think>", "to"], "logprob": [None, -0.1], "entropy": ..., "advantage": ...}
+
+class TokenFigures(TypedDict):
+    """The tokens of a turn: {"text": ["<think>", "to"], "logprob": [None, -0.1], ...}."""
+
+    text: list[str]
+    logprob: list[float | None]
+    entropy: list[float | None]
+    advantage: list[float | None]
+    loss: list[int]
 
 
 def token_figures(
@@ -29,13 +36,14 @@ def token_figures(
     has only a text.
     """
     sampled = [t for t in episodes if t.tokens]
-    entropies = iter(learner.entropies(Batch.of(sampled)).tolist() if sampled else ())
+    entropies = iter(floats(learner.entropies(Batch.of(sampled))) if sampled else ())
     advantages_of = {} if experience is None else _advantages(experience)
     texts: dict[int, str] = {}
-    figures = []
+    figures: list[list[TokenFigures]] = []
     for t in episodes:
         advantages, trained = advantages_of.get(id(t), ([None] * t.tokens, False))
-        left, turns = iter(advantages), []
+        left = iter(advantages)
+        turns: list[TokenFigures] = []
         for segment in t.segments:
             for start, end in zip(segment.turn_starts, segment.turn_ends, strict=True):
                 turn: TokenFigures = {"text": [], "logprob": [], "entropy": [], "advantage": [], "loss": []}
@@ -56,10 +64,11 @@ def token_figures(
 
 def _advantages(experience: Experience) -> dict[int, tuple[list[float | None], bool]]:
     """Return id of an episode -> (its tokens' advantages, whether they count in the loss)."""
-    values = [_rounded(value) for value in experience.advantages_S.tolist()]
-    advantages, start = {}, 0
-    for t, trained in zip(experience.batch.episodes, experience.trains_B.tolist(), strict=True):
-        advantages[id(t)] = (values[start : start + t.tokens], trained)
+    values = [_rounded(value) for value in floats(experience.advantages_S)]
+    advantages: dict[int, tuple[list[float | None], bool]] = {}
+    start = 0
+    for t, trained in zip(experience.batch.episodes, integers(experience.trains_B), strict=True):
+        advantages[id(t)] = (values[start : start + t.tokens], bool(trained))
         start += t.tokens
     return advantages
 

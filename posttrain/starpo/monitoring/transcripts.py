@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from envs.process_state import keep_process_state
 from posttrain.config import StarPORun
@@ -14,7 +13,7 @@ from posttrain.rollout import RAISED
 from posttrain.runtime import Dashboards, runlog
 from posttrain.starpo.monitoring.token_figures import TokenFigures
 from posttrain.starpo.run_state import RunState
-from posttrain.types import Trajectory, one_line
+from posttrain.types import Record, Trajectory, one_line
 
 KEPT = (
     "env group level_key level_seed noise_seed success failure crashed truncated invalid_turns actions turn_rewards"
@@ -80,7 +79,7 @@ def show_validation(
     boards.show("validation", *_with_picture(_rows(step, whole), pictures), step)
 
 
-def _with_picture(rows: list[dict[str, Any]], pictures: list[Path | None]) -> tuple[list[dict[str, Any]], list[Path]]:
+def _with_picture(rows: list[Record], pictures: list[Path | None]) -> tuple[list[Record], list[Path]]:
     shown = [(row, picture) for row, picture in zip(rows, pictures, strict=False) if picture]
     return [row for row, _ in shown], [picture for _, picture in shown]
 
@@ -113,7 +112,7 @@ def due(every: int, step: int) -> bool:
 
 def write_transcripts(
     path: Path, step: int, trajectories: list[Trajectory], tokens: list[list[TokenFigures]] | None = None
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Append whole episodes as JSON lines; seeds and actions are enough to play one again."""
     rows = _rows(step, trajectories)
     with path.open("a", encoding="utf-8") as file:
@@ -123,7 +122,7 @@ def write_transcripts(
     return rows
 
 
-def _rows(step: int, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+def _rows(step: int, trajectories: Sequence[Trajectory]) -> list[Record]:
     return [{"step": step} | {key: getattr(t, key) for key in KEPT} for t in trajectories]
 
 

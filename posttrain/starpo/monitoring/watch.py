@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from posttrain.config import StarPORun
 from posttrain.starpo.monitoring import alarms
@@ -31,7 +31,7 @@ class Watch:
         if cfg.algorithm.loss_type != "ppo_clip":  # the other losses clip tokens by design
             self.limits["clip_fraction"] = math.inf
 
-    def see(self, state: RunState, step: int, row: dict[str, float]) -> list[alarms.Alarm]:
+    def see(self, state: RunState, step: int, row: Mapping[str, object]) -> list[alarms.Alarm]:
         """Return the alarms that this row raises, after showing them; update `state.alarms`."""
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
         raised, state.alarms = alarms.watch(state.alarms, step, numbers, self.sizes, self.limits, self.cfg)

@@ -1,0 +1,115 @@
+"""Do phases 1 and 2 alike save, stop, resume, measure held-out rows and train on own data?"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from tiny_phases import DPO, SFT, Phase, same_weights
+from tiny_runs import rows_of, tiny_base, unheard
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl.trainer.dpo_trainer import DPOTrainer
+
+from posttrain.finetune import training
+from posttrain.runtime import checkpoint
+
+
+def test_the_figures_of_held_out_rows_do_not_depend_on_batches(tmp_path: Path, phase: Phase) -> None:
+    """Means over batches would: the last of 8 rows would count as much as seven others."""
+    figures = []
+    for size in (8, 7, 1):
+        out = tmp_path / f"by-{size}"
+        file = phase.config_in(tmp_path, max_steps=1, per_device_eval_batch_size=size)
+        phase.train("--config", str(file), f"output_dir={out}")
+        figures.append([rows_of(out, f"eval_{name}")[1] for name in phase.script.figures])
+    assert figures[1] == pytest.approx(figures[0], abs=1e-5) and figures[2] == pytest.approx(figures[0], abs=1e-5)
+    if phase.script is DPO:  # and the share of pairs in the model card is one of whole pairs
+        (record,) = checkpoint.verify(out / "final")["meta"]["history"]
+        (wins,) = [one["value"] for one in record["results"] if "chosen answer" in one["name"]]
+        assert 8 * wins == pytest.approx(round(8 * wins), abs=1e-6)
+
+
+@pytest.mark.parametrize("tuning", ["lora", "qlora"])
+def test_adapters_train_and_are_merged(
+    tmp_path: Path, phase: Phase, tiny_tokenizer: PreTrainedTokenizerFast, tuning: str
+) -> None:
+    if tuning == "qlora":
+        pytest.importorskip("bitsandbytes")
+    base = tiny_base(tmp_path / "base", tiny_tokenizer, width=64)
+    file = phase.config_in(tmp_path, base, max_steps=6, learning_rate=1e-2)
+    phase.train("--config", str(file), f"model.tuning={tuning}")
+    losses = rows_of(tmp_path / "run")
+    if phase.script is SFT:
+        assert losses[6] < losses[1] - 0.1
+    else:
+        assert losses[1] == pytest.approx(math.log(2), abs=1e-3) and losses[6] < 0.68
+    final = tmp_path / "run" / "final"
+    checkpoint.verify(final)
+    checkpoint.verify(tmp_path / "run" / "adapter")
+    assert not list(final.glob("adapter*"))
+    merged, before = (AutoModelForCausalLM.from_pretrained(path) for path in (final, base))
+    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(merged.model.embed_tokens.weight, before.model.embed_tokens.weight)
+
+
+def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_run(
+    tmp_path: Path, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phase 2 does not compute the reference's log-probs again."""
+    stop = signal.SIGTERM if phase.script is SFT else signal.SIGINT
+    file, report, whole = phase.config_in(tmp_path), training.Reporter.on_log, phase.whole
+
+    def signal_at_step_6(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        report(self, args, state, control, **more)
+        if state.global_step == 6:
+            os.kill(os.getpid(), stop)
+
+    monkeypatch.setattr(training.Reporter, "on_log", signal_at_step_6)
+    with pytest.raises(SystemExit) as stopped:
+        phase.train("--config", str(file))
+    assert stopped.value.code == 128 + stop
+    checkpoint.verify(tmp_path / "run" / "checkpoint-7")
+    assert not (tmp_path / "run" / "final").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", lambda *_, **__: pytest.fail("computed again"))
+    phase.train("--config", str(file), "--resume")
+    for figure in ("loss", "grad_norm", "num_tokens"):
+        assert rows_of(tmp_path / "run", figure) == rows_of(whole, figure)
+    assert same_weights(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize(
+    ("how", "phase"), [("closed", "sft"), ("unread", "sft"), ("unread", "dpo")], indirect=["phase"]
+)
+def test_a_run_that_nobody_reads_goes_on(tmp_path: Path, phase: Phase, how: str) -> None:
+    """As `>&- 2>&-` and `2>&1 | head -1` leave it."""
+    assert unheard(how, f"{phase.script.name}.py", "--config", str(phase.config_in(tmp_path))) == 0
+    assert rows_of(tmp_path / "run") == rows_of(phase.whole)
+    assert same_weights(tmp_path / "run", phase.whole)
+
+
+def test_the_model_card_is_part_of_the_result(phase: Phase) -> None:
+    card: Any = ModelCard.load(phase.whole / "final" / "README.md")
+    assert card.data.library_name == "transformers" and phase.script.tag in card.data.tags
+    assert "| loss" in card.text or "loss |" in card.text
+    assert "README.md" in checkpoint.verify(phase.whole / "final")["files"]
+    assert not (phase.whole / "README.md").exists()  # TRL's
+
+
+def test_own_data_trains_with_the_reference_settings_on_a_laptop(tmp_path: Path, phase: Phase) -> None:
+    """40 rows, no GPU, no config file: a few steps, of which the first and the last show a loss."""
+    source = f"[{{kind: {phase.script.kind}, path: {phase.make_rows(tmp_path / 'mine.jsonl', 40)}}}]"
+    where = [f"output_dir={tmp_path}/run", "report_to=none", "device=cpu", "data.decontaminate=false"]  # no network
+    phase.train(f"model.name_or_path={phase.base}", "model.tuning=lora", f"data.sources={source}", *where)
+    losses, final = rows_of(tmp_path / "run"), tmp_path / "run" / "final"
+    assert list(losses) == [1, 3] and all(math.isfinite(loss) for loss in losses.values())
+    assert phase.script is SFT or losses[1] == pytest.approx(math.log(2), abs=1e-3)
+    assert {"README.md", "config.json"} <= checkpoint.verify(final)["files"].keys()
+    trained, before = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (final, phase.base))
+    assert trained.keys() == before.keys() and any(not torch.equal(trained[name], before[name]) for name in before)
