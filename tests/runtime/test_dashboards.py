@@ -62,7 +62,6 @@ calls = []
 sys.addaudithook(lambda name, args: calls.append((name, args)) if name in (
     "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto") else None)
 import train_phase3_starpo as phase3
-from posttrain import models, starpo_run
 from posttrain.starpo.monitoring import Monitor, watch
 from posttrain.starpo.monitoring.alarms import Alarm
 
