@@ -6,7 +6,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from test_fuzz import damaged, no_hang
 from tiny_runs import ROOT, python, taught, tiny_base
+from waiting import wait_until
 
 from posttrain import config
 from posttrain.config.data import DataSection, Source
@@ -238,10 +238,9 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same(run: Path):
     out, killed = run.parent / "pairs", run.parent / "killed"
     command = [sys.executable, "-m", "posttrain.evaluation.pairs", "--config", str(run), f"output_dir={killed}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while not (killed / "answers.jsonl").exists() or len(rows_of_whole(killed / "answers.jsonl")) < 3:
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.02)
+    answers = killed / "answers.jsonl"
+    wait_until(lambda: process.poll() is not None or (answers.exists() and len(rows_of_whole(answers)) > 2), 120)
+    assert process.poll() is None
     process.kill()
     process.wait()
     before = rows_of_whole(killed / "answers.jsonl")

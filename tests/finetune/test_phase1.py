@@ -579,7 +579,7 @@ def test_a_stop_in_the_middle_of_an_epoch_is_not_its_end(
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("how", ["closed", "unread"])
+@pytest.mark.parametrize("how", [pytest.param("closed", marks=pytest.mark.slow), "unread"])
 def test_a_run_that_nobody_reads_goes_on(tmp_path: Path, files: SimpleNamespace, whole: Path, how: str) -> None:
     """As `>&- 2>&-` and `2>&1 | head -1` leave it."""
     assert unheard(how, "train_phase1_sft.py", "--config", str(config_in(tmp_path, files))) == 0

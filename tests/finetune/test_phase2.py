@@ -427,6 +427,7 @@ def test_a_stopped_run_goes_on_exactly_and_asks_the_reference_once(
     assert one == other
 
 
+@pytest.mark.slow
 def test_a_run_that_nobody_reads_goes_on(tmp_path: Path, files: SimpleNamespace, whole: Path) -> None:
     assert unheard("unread", "train_phase2_dpo.py", "--config", str(config_in(tmp_path, files))) == 0
     assert rows_of(tmp_path / "run") == rows_of(whole)
