@@ -911,7 +911,7 @@ def test_what_was_learned_before_an_early_stop_is_exported(
 def test_the_best_policy_wins_more_of_the_same_levels(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, levels_won: list[int], chosen: int
 ) -> None:
-    """Also in a run that is resumed from each of its checkpoints."""
+    """Also in a run that is resumed from its first checkpoint."""
     real = phase3.evaluate
     begun: list[int] = []
 
@@ -930,10 +930,10 @@ def test_the_best_policy_wins_more_of_the_same_levels(
     train(file)
     run, table = tmp_path / "run", rows(tmp_path / "run")
     assert checkpoint.verify(run / "final")["meta"]["step"] == chosen
-    for cut, left in ((2, [2]), (1, [1, 2])) if levels_won == [2, 7, 7] else ():
-        for later in [f"checkpoint-{step}" for step in range(cut + 1, 4)] + ["final"]:
-            subprocess.run(["rm", "-r", str(run / later)], check=True)
-        begun[:] = left
+    if levels_won == [2, 7, 7]:
+        for later in ("checkpoint-2", "checkpoint-3", "final"):
+            shutil.rmtree(run / later)
+        begun[:] = [1, 2]
         train(file, "--resume")
         assert rows(run) == table and begun == []
         assert checkpoint.verify(run / "final")["meta"]["step"] == chosen
