@@ -6,7 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from test_phase3 import ROOT, rows, settings, taught, train
+from test_phase3 import rows, settings, taught, train
+from tiny_runs import ROOT
 from transformers import PreTrainedTokenizerFast
 
 import envs
