@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -89,3 +91,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_chat(tiny_tokenizer: PreTrainedTokenizerFast) -> Chat:
     """The tiny tokenizer with the project's ChatML template."""
     return Chat.load(copy.deepcopy(tiny_tokenizer), None)
+
+
+@pytest.fixture(scope="session")
+def player(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A tiny model that knows the format of answers and hardly anything else, trained once for all test processes."""
+    from test_phase3 import taught
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "player"
+    with FileLock(folder.with_suffix(".lock")):
+        return folder / "final" if folder.exists() else taught(folder / "final", tiny_tokenizer, 100)

@@ -596,8 +596,9 @@ def rows_of_the_embedded_sources() -> str:
 
 @pytest.mark.slow
 def test_the_same_rows_under_any_hash_seed() -> None:
-    code = "import sys; sys.path.insert(0, 'tests'); import test_data; print(test_data.rows_of_the_embedded_sources())"
-    env = {**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1", "RANK": "1"}  # rank 1 prints no table
+    code = "import test_data; print(test_data.rows_of_the_embedded_sources())"
+    env = {**os.environ, "PYTHONPATH": "tests:tests/data", "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
+    env["RANK"] = "1"  # which prints no table
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == rows_of_the_embedded_sources()  # here the seed is drawn
     assert int(done.stdout.split()[0]) > 350
