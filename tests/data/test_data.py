@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import byte_level_tokenizer
 from hypothesis import given, strategies as st
 from rich.console import Console
+from tiny_tokenizers import byte_level_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
