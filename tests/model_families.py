@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from conftest import byte_level_tokenizer
+from tiny_tokenizers import byte_level_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 SIZES: dict[str, Any] = {

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import preloaded
+import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from posttrain import config
 from posttrain.models.chat import Chat
 
 ROOT = Path(__file__).parents[1]
@@ -137,6 +140,15 @@ def not_root() -> Iterator[None]:
 def python(*command: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """Run Python as a user would, one thread, in the repository's root."""
     return preloaded.run(command, str(ROOT), env, timeout)
+
+
+def called(main: Callable[[list[str]], None], *words: str) -> subprocess.CompletedProcess[str]:
+    """What `python` returns, of a script's `main` that runs in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        config.run(lambda: main(list(words)))
+    assert isinstance(end.value.code, int)
+    return subprocess.CompletedProcess(words, end.value.code, out.getvalue(), err.getvalue())
 
 
 UNHEARD = """

@@ -1,6 +1,6 @@
 """Can a run be done, and what does it cost?  Memory, time, price, and the tests of a model, before the start.
 
-`preflight` reports all problems at once, `selftest` tries shortcuts on the model itself, `show` prints the plan.
+`preflight` reports all problems at once, `selftest` tries shortcuts on the model itself, `print_plan` prints the plan.
 """
 
 import lazy_loader

@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import byte_level_tokenizer
 from hypothesis import given, strategies as st
 from rich.console import Console
+from tiny_tokenizers import byte_level_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
@@ -596,8 +596,9 @@ def rows_of_the_embedded_sources() -> str:
 
 @pytest.mark.slow
 def test_the_same_rows_under_any_hash_seed() -> None:
-    code = "import sys; sys.path.insert(0, 'tests'); import test_data; print(test_data.rows_of_the_embedded_sources())"
-    env = {**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1", "RANK": "1"}  # rank 1 prints no table
+    code = "import test_data; print(test_data.rows_of_the_embedded_sources())"
+    env = {**os.environ, "PYTHONPATH": "tests:tests/data", "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
+    env["RANK"] = "1"  # which prints no table
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == rows_of_the_embedded_sources()  # here the seed is drawn
     assert int(done.stdout.split()[0]) > 350

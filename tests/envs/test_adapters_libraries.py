@@ -206,9 +206,9 @@ MOVES = ["[up]", "[down]", "[left]", "[right]"]
     "options",
     [
         {"game": "FrozenLake-v0-random", "actions": MOVES},
-        {"game": "Mastermind-v0"},
+        pytest.param({"game": "Mastermind-v0"}, marks=pytest.mark.slow),
         {"game": "TowerOfHanoi-v0", "held_out": False},
-        {"game": "2048-v0-very-easy", "actions": MOVES},
+        pytest.param({"game": "2048-v0-very-easy", "actions": MOVES}, marks=pytest.mark.slow),
     ],
 )
 def test_games_of_textarena_keep_every_promise(options: dict[str, Any], broken) -> None:

@@ -22,11 +22,16 @@ from envs.protocol import Protocol
 CALL = '<tool_call>\n{{"name": "act", "arguments": {}}}\n</tool_call><|im_end|>'
 
 
+def episode_of(game: Any) -> Episode:
+    """Public methods of a game are tools, so that its episode is private."""
+    return game._episode
+
+
 def test_a_game_is_the_episode_that_the_project_plays() -> None:
     game = environment("frozen_lake", size=5)()
     told = game.reset(seed=7, split="test", prompt="ignored")
     env = envs.make("frozen_lake", size=5)
-    episode = Episode(env, Protocol.of(env, think=False), 7, "test", game._episode.noise_seed)
+    episode = Episode(env, Protocol.of(env, think=False), 7, "test", episode_of(game).noise_seed)
     assert told == f"{env.rules()} At most {env.max_turns} calls of act, one action each.\n\n{episode.observation}"
     reward = 0.0
     for action in ["Left", "fly", "", "up || down", "Right", "\ud800", "x" * 60_000, *["Up"] * 9]:
@@ -59,7 +64,7 @@ def test_a_reward_that_is_no_number_is_never_summed(monkeypatch: pytest.MonkeyPa
     game = environment("frozen_lake")()
     game.reset(seed=1)
     game.act("fly")
-    before, kind = game.get_reward(), type(game._episode.env)
+    before, kind = game.get_reward(), type(episode_of(game).env)
     info = dict.fromkeys(("success", "action_is_valid", "action_is_effective"), True) | {"failure": ""}
     monkeypatch.setattr(kind, "step", lambda self, action: (self.observe(), float("nan"), False, False, info))
     with pytest.raises(ValueError, match=r"frozen_lake failed \(the reward is nan\)"):
@@ -73,7 +78,7 @@ def test_an_action_that_is_no_text_is_refused_in_words() -> None:
     for action in (None, 5, ["Left"]):
         with pytest.raises(ValueError, match=f"The action must be one text, not {type(action).__name__}"):
             game.act(action)  # pyright: ignore[reportArgumentType]
-    assert game._episode.turns == 0
+    assert episode_of(game).turns == 0
 
 
 def test_samples_of_a_group_share_the_level_and_not_their_noise() -> None:
@@ -176,12 +181,14 @@ def test_a_stock_trainer_plays_and_takes_a_step(
     trainer.train()
     log = next(row for row in trainer.state.log_history if "reward" in row)
     games = trainer.environments
-    assert len(games) == 8 and all(type(game) is kind and game._episode.done for game in games)
-    assert {game._episode.seed for game in games} <= set(range(8)) and len({g.level_key() for g in envs_of(games)}) == 1
+    assert len(games) == 8 and all(type(game) is kind and episode_of(game).done for game in games)
+    assert {episode_of(game).seed for game in games} <= set(range(8)) and len(
+        {g.level_key() for g in envs_of(games)}
+    ) == 1
     gained = [game.get_reward() for game in games]
     assert len(set(gained)) > 1 and log["rewards/FrozenLake/mean"] == pytest.approx(sum(gained) / 8, abs=1e-5)
     assert log["reward"] == pytest.approx(log["rewards/FrozenLake/mean"])
-    assert log["rewards/success/mean"] == sum(game._episode.success for game in games) / 8
+    assert log["rewards/success/mean"] == sum(episode_of(game).success for game in games) / 8
     assert log["tools/failure_frequency"] == 0 and log["tools/call_frequency"] > 1
     assert "Walk over the frozen lake" in heard[0] and "act" in heard[0] and "Turns left" in heard[-1]
     after = list(trainer.model.parameters())
@@ -189,7 +196,7 @@ def test_a_stock_trainer_plays_and_takes_a_step(
 
 
 def envs_of(games: list[Any]) -> list[Any]:
-    return [game._episode.env for game in games]
+    return [episode_of(game).env for game in games]
 
 
 def test_several_environments_in_one_run(
@@ -210,6 +217,6 @@ def test_several_environments_in_one_run(
     inputs = [data[index] for index in (0, 5, 1, 6, 2, 7, 3, 4)]
     trainer.model.train()
     trainer._generate_and_score_completions(inputs)
-    assert [game._episode.env.name for game in trainer.environments] == list(names) * 4
-    assert all(game._episode.done and game._episode.turns <= 2 for game in trainer.environments)
+    assert [episode_of(game).env.name for game in trainer.environments] == list(names) * 4
+    assert all(episode_of(game).done and episode_of(game).turns <= 2 for game in trainer.environments)
     assert {context.count('"name": "act", "description"') for context in heard} == {1}, "each prompt has the tool once"

@@ -12,13 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 from open_envs import needs_sandbox
+from waiting import wait_until
 
 from envs import make
 from envs.deep_coder import harness, sandbox
@@ -345,8 +346,7 @@ def test_nothing_is_left_running():
     assert execute("while True: pass", "", ["1", "2"], limits) == [TestOutcome("time", "", "time is up")]
     slow = execute("import time\ntime.sleep(0.25)", "", ["1"] * 9, limits)
     assert len(slow) < 9 and slow[-1] == TestOutcome("time", "", "time is up"), "the clock of the whole submission"
-    time.sleep(0.1)
-    assert not running(limits.seconds)
+    wait_until(lambda: not running(limits.seconds), 3)
 
 
 @needs_sandbox
@@ -367,24 +367,15 @@ def test_it_ends_with_the_process_that_started_it():
     folder, seconds = Path(sandbox.__file__).parent, 4.0625
     program = f"from sandbox import *\nexecute('while True: pass', '', [''], Limits({seconds}))"
     with subprocess.Popen([sys.executable, "-c", program], cwd=folder) as parent:
-        assert wait_for(lambda: running(seconds))
+        wait_until(lambda: running(seconds), 3)
         parent.kill()
-    assert wait_for(lambda: not running(seconds))
+    wait_until(lambda: not running(seconds), 3)
 
 
 def running(seconds: float) -> list[object]:
     """The sandboxes with this time limit."""
     told = psutil.process_iter(["cmdline"])
     return [each.info for each in told if str(seconds) in (each.info["cmdline"] or ())]
-
-
-def wait_for(condition: Callable[[], object], patience: float = 3.0) -> bool:
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def decide(lines: bytes, number: int, architecture: int, *arguments: int) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from hypothesis import given, strategies as st
 
@@ -73,8 +73,8 @@ def test_last_boxed_reads_each_character_once(piece: str, monkeypatch: pytest.Mo
 
     pattern = math_judge.BOX_OR_BRACE
     monkeypatch.setattr(math_judge, "BOX_OR_BRACE", Counted)
-    last_boxed(piece * 100_000)
-    assert len(looked) <= 2 * 100_000
+    last_boxed(piece * 20_000)
+    assert len(looked) <= 2 * 20_000
 
 
 def test_judge_knows_equal_answers() -> None:
@@ -163,17 +163,20 @@ def test_sides_of_an_equation() -> None:
     assert math_answers.equation(r"\top=1 \leq 2 >= 3") == [r"\top", r"1 \leq 2 >= 3"]
 
 
+def newest_worker() -> psutil.Process:
+    judges = [each for each in psutil.Process().children() if math_worker.__file__ in each.cmdline()]
+    return max(judges, key=psutil.Process.create_time)
+
+
 def test_judge_survives_what_hangs_and_says_so(capsys) -> None:
     with MathJudge() as judge:
         assert judge.correct(r"\boxed{\sqrt{4}}", "2")  # starts the worker, whose imports are not what is timed here
-        assert judge._worker is not None
-        first = judge._worker.pid
+        first = newest_worker()
         began = time.monotonic()
         assert not judge.correct(r"\boxed{9^{9^{9^9}}}", "7")
         assert time.monotonic() - began < 3
         assert judge.restarts == 1
-        with pytest.raises(ProcessLookupError):
-            os.kill(first, 0)
+        assert not first.is_running()
         assert judge.correct_many([(r"\boxed{\sqrt{4}}", "2"), (r"\boxed{\sqrt{9}}", "3")]) == [True, True]
         assert judge.restarts == 1
     assert "no verdict on 1 answer within 2 s" in capsys.readouterr().err
@@ -182,9 +185,9 @@ def test_judge_survives_what_hangs_and_says_so(capsys) -> None:
 def test_judge_starts_again_after_its_worker_died() -> None:
     with MathJudge() as judge:
         assert judge.correct(r"\boxed{\sqrt{4}}", "2")
-        assert judge._worker is not None
-        judge._worker.kill()
-        judge._worker.wait()
+        worker = newest_worker()
+        worker.kill()
+        worker.wait()
         assert judge.correct(r"\boxed{\sqrt{4}}", "2")
 
 

@@ -31,7 +31,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.fixture(autouse=True)
 def whole_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a fault that is not undone leaves behind harms this test alone."""
-    monkeypatch.setattr(process_state, "_said", set())
+    monkeypatch.setattr(process_state, "_reported", set())
     before = ProcessState.now()
     yield
     before.put_back("a test")

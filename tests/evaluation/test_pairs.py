@@ -6,14 +6,14 @@ import json
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from test_fuzz import damaged, no_hang
-from tiny_runs import ROOT, python, taught, tiny_base
+from tiny_runs import ROOT, called, python, taught, tiny_base
+from waiting import wait_until
 
 from posttrain import config
 from posttrain.config.data import DataSection, Source
@@ -31,6 +31,7 @@ from posttrain.evaluation.pairs import (
     kept_answers,
     kept_questions,
     length_ratio,
+    main,
     preference_row,
     report,
 )
@@ -92,6 +93,10 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path
 def run(tmp_path: Path, model: Path) -> Path:
     prompts(tmp_path / "prompts.jsonl")
     return settings(tmp_path / "pairs.yaml", model={"name_or_path": str(model)})
+
+
+def made(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return called(main, "--config", str(run), *words)
 
 
 def answer(
@@ -204,7 +209,7 @@ def test_the_best_answer_of_a_prompt_is_right_or_repeats_itself_least():
 
 
 def test_the_rows_are_what_phase_2_and_phase_1_read(run: Path, tiny_chat: Any):
-    done = python("-m", "posttrain.evaluation.pairs", "--config", str(run))
+    done = made(run)
     assert done.returncode == 0, done.stderr[-2000:]
     out = run.parent / "pairs"
     asked, answers, pairs = (rows_of(out / name) for name in ("prompts.jsonl", "answers.jsonl", "pairs.jsonl"))
@@ -233,15 +238,14 @@ def test_the_rows_are_what_phase_2_and_phase_1_read(run: Path, tiny_chat: Any):
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_and_gives_the_same(run: Path):
-    whole = python("-m", "posttrain.evaluation.pairs", "--config", str(run))
+    whole = made(run)
     assert whole.returncode == 0, whole.stderr[-2000:]
     out, killed = run.parent / "pairs", run.parent / "killed"
     command = [sys.executable, "-m", "posttrain.evaluation.pairs", "--config", str(run), f"output_dir={killed}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while not (killed / "answers.jsonl").exists() or len(rows_of_whole(killed / "answers.jsonl")) < 3:
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.02)
+    answers = killed / "answers.jsonl"
+    wait_until(lambda: process.poll() is not None or (answers.exists() and len(rows_of_whole(answers)) > 2), 120)
+    assert process.poll() is None
     process.kill()
     process.wait()
     before = rows_of_whole(killed / "answers.jsonl")
@@ -249,13 +253,11 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same(run: Path):
         file.write('{"prompt": 0, "num')
     (killed / "pairs.jsonl").unlink(missing_ok=True)  # where the kill came too late
 
-    refused = python("-m", "posttrain.evaluation.pairs", "--config", str(run), f"output_dir={killed}")
+    refused = made(run, f"output_dir={killed}")
     assert refused.returncode == 2 and "already holds a run" in refused.stderr
-    changed = python(
-        "-m", "posttrain.evaluation.pairs", "--config", str(run), f"output_dir={killed}", "seed=1", "--resume"
-    )
+    changed = made(run, f"output_dir={killed}", "seed=1", "--resume")
     assert changed.returncode == 2 and "seed was 0, now 1" in changed.stderr
-    again = python("-m", "posttrain.evaluation.pairs", "--config", str(run), f"output_dir={killed}", "--resume")
+    again = made(run, f"output_dir={killed}", "--resume")
     assert again.returncode == 0, again.stderr[-2000:]
     assert rows_of(killed / "answers.jsonl")[: len(before)] == before
     by_place = [
@@ -271,12 +273,11 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same(run: Path):
 def test_answers_that_a_stop_may_change_are_announced(run: Path, dtype: str):
     """Half precision rounds by batches, and who is in a batch depends on when the run began."""
     small = ["num_generations=2", "max_new_tokens=8", f"model.dtype={dtype}", f"output_dir={run.parent / dtype}"]
-    command = ["-m", "posttrain.evaluation.pairs", "--config", str(run), *small]
-    first = python(*command)
+    first = made(run, *small)
     answers = run.parent / dtype / "answers.jsonl"
     lines = answers.read_text().splitlines(keepends=True)
     answers.write_text("".join(lines[:5]))
-    again = python(*command, "--resume")
+    again = made(run, *small, "--resume")
     assert "Traceback" not in first.stderr + again.stderr and len(rows_of(answers)) == len(lines) == 16
     words = "5 answers are kept. The other 11 are sampled in other batches than without the stop, and bfloat16 rounds"
     assert (words in again.stderr) == (dtype == "bfloat16") and words not in first.stderr
@@ -362,22 +363,22 @@ def test_prompts_that_are_cut_off_are_not_fewer_prompts(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_damaged_row_or_absent_settings_when_a_run_goes_on(run: Path):
-    assert python("-m", "posttrain.evaluation.pairs", "--config", str(run)).returncode == 0
+    assert made(run).returncode == 0
     out = run.parent / "pairs"
     before = (out / "answers.jsonl").read_bytes()
     harm = before + b'{"prompt": 0, "number": 9}\n'
     (out / "answers.jsonl").write_bytes(harm)
-    told = python("-m", "posttrain.evaluation.pairs", "--config", str(run), "--resume")
+    told = made(run, "--resume")
     assert told.returncode == 2 and "Traceback" not in told.stderr
     assert "Line 33 of" in told.stderr and "Delete this line" in told.stderr
     assert (out / "answers.jsonl").read_bytes() == harm
     (out / "answers.jsonl").write_bytes(before)
 
     (out / "run_config.yaml").unlink()  # then those of now are taken, and written
-    again = python("-m", "posttrain.evaluation.pairs", "--config", str(run), "--resume", "seed=7")
+    again = made(run, "--resume", "seed=7")
     assert again.returncode == 0, again.stderr[-2000:]
     assert yaml.safe_load((out / "run_config.yaml").read_text())["seed"] == 7
-    changed = python("-m", "posttrain.evaluation.pairs", "--config", str(run), "--resume")
+    changed = made(run, "--resume")
     assert changed.returncode == 2 and "seed was 7, now 0" in changed.stderr
     assert (out / "answers.jsonl").read_bytes() == before
 
@@ -388,7 +389,7 @@ def rows_of_whole(file: Path) -> list[dict[str, Any]]:
 
 
 def test_where_no_pair_is_left_the_end_says_what_to_change(run: Path):
-    told = python("-m", "posttrain.evaluation.pairs", "--config", str(run), "num_generations=2", "temperatures=[0]")
+    told = made(run, "num_generations=2", "temperatures=[0]")
     assert told.returncode == 2 and "Traceback" not in told.stderr
     assert "0 pairs of 8 prompts" in told.stderr and "all answers the same or empty" in told.stderr
     assert ADVICE["all answers the same or empty"] in told.stderr
@@ -396,14 +397,14 @@ def test_where_no_pair_is_left_the_end_says_what_to_change(run: Path):
 
 
 def test_who_wants_the_best_answers_alone_needs_no_pair(run: Path):
-    same = ["--config", str(run), "num_generations=2", "temperatures=[0]", "pairs_per_prompt=0"]
-    told = python("-m", "posttrain.evaluation.pairs", *same)
+    same = ["num_generations=2", "temperatures=[0]", "pairs_per_prompt=0"]
+    told = made(run, *same)
     assert told.returncode == 0, told.stderr[-2000:]
     out = run.parent / "pairs"
     assert f"The best answers, of {len(rows_of(out / 'best.jsonl'))} of 8 prompts" in told.stdout
     assert not (out / "pairs.jsonl").exists() and "pair" not in told.stdout.replace("/pairs/", "")
     (run.parent / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1 = ?", "answer": 50}) + "\n")
-    none = python("-m", "posttrain.evaluation.pairs", *same, f"output_dir={run.parent}/none")
+    none = made(run, *same, f"output_dir={run.parent}/none")
     assert none.returncode == 2 and "No answer to 1 prompts is good enough" in none.stderr, none.stderr[-2000:]
 
 
@@ -418,7 +419,7 @@ def test_who_wants_the_best_answers_alone_needs_no_pair(run: Path):
     ],
 )
 def test_bad_input_ends_in_words(run: Path, changes: list[str], words: str):
-    told = python("-m", "posttrain.evaluation.pairs", "--config", str(run), *changes)
+    told = made(run, *changes)
     assert told.returncode == 2 and "Traceback" not in told.stderr and words in told.stderr, told.stderr[-1500:]
 
 

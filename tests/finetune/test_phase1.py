@@ -879,6 +879,7 @@ def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warning.startswith("WARNING: trainer.learning_rate=1e-06 is so low for model.tuning=lora")
 
 
+@pytest.mark.slow
 def test_the_reference_run_without_a_network_is_one_paragraph(tmp_path: Path) -> None:
     """A real connection that is refused, not an error of our own making: the Hub's client decides what it raises."""
     unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import trl
-from conftest import CORPUS, byte_level_tokenizer
+from tiny_tokenizers import CORPUS, byte_level_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving, is_chat_template_stop_token_trained

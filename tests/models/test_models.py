@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import byte_level_tokenizer
 from huggingface_hub import HfApi
 from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 from safetensors.torch import load_file, save_file
 from tiny_runs import conversations, not_root, settings, tiny_base
+from tiny_tokenizers import byte_level_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from model_families import FAMILIES, GEMMA2
-from tiny_runs import ROOT, conversations, python, settings
+from tiny_runs import ROOT, called, conversations, settings
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -279,7 +279,7 @@ def test_exit_codes(tmp_path: Path, arguments: list[str], code: int, words: str)
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     folder = model_families.write(tmp_path / "model", "llama")
     places = {"folder": folder, "file": FILE, "plain": tmp_path / "plain.jinja"}
-    done = python("-m", "posttrain.plan.check_model", *(word.format_map(places) for word in arguments))
+    done = called(check_model.main, *(word.format_map(places) for word in arguments))
     assert done.returncode == code and words in (done.stdout + done.stderr), done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     if code != 2:

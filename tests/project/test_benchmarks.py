@@ -19,6 +19,7 @@ import yaml
 from tiny_runs import python, tiny_base
 
 import envs
+from benchmarks import _measure as measure
 from envs.protocol import Protocol
 from posttrain.config.dpo import DPORun
 from posttrain.config.loading import resolve
@@ -91,7 +92,7 @@ def test_rollout_measures_engines_on_equal_work(rollout, tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_every_engine_writes_the_same_tokens_after_the_same_contexts(rollout):
-    model, chat = rollout._measure.model_of("llama", NARROW).eval(), rollout._measure.words(512)
+    model, chat = measure.model_of("llama", NARROW).eval(), measure.words(512)
     said = rollout.script(3, 3)
     engines = ["slots", "generate", "replay", "continuous-batching", "trl-environment", "trl-rollout-func"]
     made = rollout.contestants(model, chat, said, 4, engines)
@@ -108,7 +109,7 @@ def test_every_engine_writes_the_same_tokens_after_the_same_contexts(rollout):
 
 
 def test_turns_of_unequal_length_are_the_same_for_every_engine(rollout):
-    model, chat = rollout._measure.model_of("llama", NARROW).eval(), rollout._measure.words(512)
+    model, chat = measure.model_of("llama", NARROW).eval(), measure.words(512)
     said = rollout.script(9, 4)
     with rollout.ragged(model, 24):
         engines = ["slots", "generate", "replay", "trl-environment", "trl-rollout-func"]
@@ -171,7 +172,7 @@ def test_the_episodes_of_trl_are_ours(rollout, tiny_chat):
         eos_token_ids=[tiny_chat.stop_id],
         _generate_single_turn=lambda contexts, *_, num_generations: ([write(ids) for ids in contexts], None),
     )
-    theirs = rollout._measure.rollout_func(cfg, tiny_chat)([str(level) for level in levels], trainer)
+    theirs = measure.rollout_func(cfg, tiny_chat)([str(level) for level in levels], trainer)
     assert {t.turns for t in ours} >= {1, 8} and {t.success for t in ours} == {True, False}
     for row, t in enumerate(ours):
         prompt, answer, mask = (theirs[key][row] for key in ("prompt_ids", "completion_ids", "env_mask"))
@@ -182,8 +183,8 @@ def test_the_episodes_of_trl_are_ours(rollout, tiny_chat):
 
 def test_both_iterations_play_and_learn_from_the_same_number_of_tokens(rollout):
     iteration = loaded(FILE.parent / "iteration.py")
-    cfg, chat = iteration.config(2, 2, 2, 3), rollout._measure.words(512)
-    models = [rollout._measure.model_of("llama", NARROW) for _ in range(2)]
+    cfg, chat = iteration.config(2, 2, 2, 3), measure.words(512)
+    models = [measure.model_of("llama", NARROW) for _ in range(2)]
     before = models[0].lm_head.weight.clone()
     play = iteration.ours(cfg, models[0], chat)
     ours = [play(step) for step in (1, 2)]
@@ -273,7 +274,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
     small = ["rollout={groups: 4, num_generations: 2, max_completion_length: 3}", "protocol.max_turns=2"]
     small += ["envs=[frozen_lake]", "evaluation={every: 2, episodes: 2}", "algorithm.minibatches=2"]
     cfg = resolve(StarPORun, target.CONFIG, [*small, "trainer.max_steps=6", "trainer.warmup_steps=3"])
-    chat, rates, clock = rollout._measure.words(512), [], [0.0]
+    chat, rates, clock = measure.words(512), [], [0.0]
     honest, score = target._measure.grpo_trainer, target.phase3.score_and_filter
 
     def trainer(*given, optimizers, **more):
@@ -299,7 +300,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
     monkeypatch.setattr(target, "time", now)
     for contestant, more, cost in ((target.ours, {}, 1), (target.theirs, {"batch_size": 4}, 4)):
         race = target.Race(cfg, chat, target=0.2)
-        contestant(cfg, rollout._measure.model_of("llama", NARROW), chat, race, **more)
+        contestant(cfg, measure.model_of("llama", NARROW), chat, race, **more)
         assert [row["step"] for row in race.curve] == [0, 2, 4]
         assert [row["cpu"] for row in race.curve] == [row["wall"] for row in race.curve] == [0, 2 * cost, 4 * cost]
     assert rates == [pytest.approx(cfg.learning_rate * min(1, step / 3)) for step in (1, 2, 3, 4) for _ in range(4)]
@@ -383,6 +384,7 @@ def test_a_device_is_measured_beside_its_own_limits(rollout, tmp_path, monkeypat
     assert results["work"]["prompt"] == 12 and capsys.readouterr().out.count("\n| ") == 3
 
 
+@pytest.mark.slow
 def test_a_gpu_is_measured_by_the_code_that_a_cpu_can_try(rollout, tmp_path, monkeypatch):
     """Every part with two layers; what fails becomes a row with an error, so none may be there."""
     gpu = loaded(FILE.parent / "gpu.py")

@@ -102,7 +102,7 @@ def test_it_learns(
     monkeypatch.setattr(minimal, "OPTIONS", {"size": 3})
     monkeypatch.setattr(minimal, "PROTOCOL", Protocol(max_turns=3, max_actions=3))
     monkeypatch.setattr(minimal, "LEARNING_RATE", 1.5e-3)
-    player = taught(tmp_path / "player" / "final", tiny_tokenizer, 250)
+    player = taught(tmp_path / "player" / "final", tiny_tokenizer, 250, layers=2)
     model, chat = load(ModelSection(name_or_path=str(player)), device="cpu", chat_template=None)
     before, after = minimal.train(model, chat, steps=15)
     assert after > before + 0.1, f"{before:.2f} before, {after:.2f} after"

@@ -201,15 +201,15 @@ def of_results(handed: Path, place: Path) -> tuple[Callable[[], object], list[Pa
 
 KINDS: dict[str, tuple[Callable[..., tuple[Callable[[], object], list[Path]]], int]] = {
     **{
-        f"configs/{name}.yaml": (lambda handed, place, name=name: of_a_config(name, handed, place), 12)
+        f"configs/{name}.yaml": (lambda handed, place, name=name: of_a_config(name, handed, place), 6)
         for name in ("phase1_sft", "phase2_dpo", "phase3_starpo", "evaluate", "chat")
     },
-    "a model folder": (of_a_model, 40),
-    "a handed-over folder": (of_a_handover, 20),
-    "checkpoints": (of_checkpoints, 40),
-    "logs": (of_logs, 60),
-    "run_config.yaml": (of_a_begun_run, 30),
-    "results": (of_results, 6),
+    "a model folder": (of_a_model, 15),
+    "a handed-over folder": (of_a_handover, 10),
+    "checkpoints": (of_checkpoints, 20),
+    "logs": (of_logs, 30),
+    "run_config.yaml": (of_a_begun_run, 15),
+    "results": (of_results, 4),
 }
 
 

@@ -19,7 +19,6 @@ import test_phase2
 import test_phase3
 import torch
 from test_compiled import STOPS, equal, one_layer
-from test_phase3 import player  # noqa: F401  a fixture
 from test_plan import CONTEXT, KINDS, config, network, shape_of, update
 from test_sampler import PAD, PROMPTS, build, conversation, serve
 from tiny_runs import rows_of, settings, tiny_base
@@ -236,7 +235,7 @@ def test_phase_1_learns_under_other_settings(tmp_path: Path, files: SimpleNamesp
 )
 def test_phase_3_learns_and_resumes(
     tmp_path: Path,
-    player: Path,  # noqa: F811
+    player: Path,
     changes: dict[str, Any],
 ) -> None:
     if "model" in changes:

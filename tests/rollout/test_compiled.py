@@ -17,7 +17,7 @@ import torch
 import torch._dynamo
 from peft import LoraConfig, get_peft_model
 from test_phase3 import rows as metrics, settings, taught, train
-from test_sampler import PAD, PROMPTS, REPLIES, STOP, VOCABULARY, build, conversation, serve
+from test_sampler import PAD, PROMPTS, REPLIES, STOP, VOCABULARY, build, conversation, keeps_nothing, serve
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.config.loading import resolve
@@ -91,7 +91,7 @@ def play(model: PreTrainedModel, sampler: SlotSampler, params: SamplingParams, p
     ours, our_rounds = serve(sampler, params, places, rows, turns)
     equal(ours, plain)
     assert min(map(len, rounds)) < places, "no turn waits for the slowest"
-    assert not sampler._slot and sampler._layers[0].keys is None
+    assert keeps_nothing(sampler)
     return rounds, our_rounds
 
 

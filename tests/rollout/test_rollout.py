@@ -114,9 +114,9 @@ def test_trained_tokens_are_the_sampled_ones_under_the_context_they_had(
     model: PreTrainedModel, tiny_chat: Chat, mode: str, forced: bool
 ) -> None:
     """Of every segment: one plain forward pass gives the sampler's log-probs back, and the mask marks nothing else."""
-    played = episodes(4, max_turns=4, force_think=forced)
+    played = episodes(3, max_turns=4, force_think=forced)
     sampler = open_sampler(model, tiny_chat)
-    trajectories = play(sampler, tiny_chat, played, PARAMS, list(range(4)), slots=3, context=MODES[mode])
+    trajectories = play(sampler, tiny_chat, played, PARAMS, list(range(3)), slots=2, context=MODES[mode])
     for trajectory in trajectories:
         texts = [message["content"] for message in trajectory.messages if message["role"] == "assistant"]
         counts = {len(trajectory.turn_rewards), len(trajectory.state_keys)}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from test_phase3 import rows, settings, train, weights
 from test_sharding import FSDP2, launched
 from test_vllm_server import StandIn, llama, standing_in
 from tiny_runs import ROOT
+from waiting import wait_until
 
 from posttrain.models.chat import Chat
 from posttrain.rollout.engines.remote import RemoteSampler
@@ -143,13 +143,6 @@ def test_two_processes_with_a_server_each_make_the_same_run(
     check_equal(here, tmp_path / "run")
 
 
-def until(condition: Any, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_a_run_that_plays_ahead_stops_at_a_signal_and_goes_on(player: Path, tmp_path: Path, tiny_chat: Chat) -> None:
     with standing_in(tiny_chat, 2) as servers:
@@ -158,7 +151,7 @@ def test_a_run_that_plays_ahead_stops_at_a_signal_and_goes_on(player: Path, tmp_
         command += ["evaluation.every=20", "checkpoint.every=20"]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         metrics = tmp_path / "run" / "metrics.jsonl"
-        until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), 120)
+        wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), 120)
         process.send_signal(signal.SIGTERM)
         output = process.communicate(timeout=60)[1]
         assert process.returncode == 143, output

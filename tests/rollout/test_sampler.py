@@ -127,7 +127,11 @@ def test_a_small_prefill_budget_and_reused_slots_change_nothing(monkeypatch: pyt
     assert conversation(sampler, params)[0] == expected  # a stranger keeps a slot of the same cache meanwhile
     assert conversation(sampler, params)[0] == expected
     sampler.close(keep)
-    assert not sampler._slot and sampler._layers[0].keys is None
+    assert keeps_nothing(sampler)
+
+
+def keeps_nothing(sampler: SlotSampler) -> bool:
+    return not sampler._slot and not sampler._readers and sampler._layers[0].keys is None
 
 
 def serve(sampler, params: SamplingParams, places: int, rows: list[list[int]], turns: list[int]):
@@ -168,7 +172,7 @@ def test_turns_join_while_others_are_being_written(model: PreTrainedModel) -> No
     completions, rounds = serve(sampler, params, 6, rows, turns)
     assert [len(each) for each in completions] == turns
     assert min(map(len, rounds[:3])) < 6, "no turn waits for the slowest"
-    assert not sampler._slot and not sampler._readers and sampler._layers[0].keys is None
+    assert keeps_nothing(sampler)
     expected, _ = serve(ReplaySampler(model, stops, PAD), params, 14, rows, turns)
     for row, (ours, theirs) in enumerate(zip(completions, expected, strict=True)):
         assert [c.ids for c in ours] == [c.ids for c in theirs], f"conversation {row}"

@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from test_phase3 import rows, settings, train
 from test_sampler import PAD, STOP, check_logprobs, conversation, serve
 from test_serve import QUESTION, ask, local
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from waiting import wait_until
 
 from posttrain.config.shared import ModelSection
 from posttrain.models import loading as models
@@ -196,9 +196,9 @@ def served(folder: Path, *more: str) -> Iterator[str]:
         subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=out, stderr=out) as server,
     ):
         try:
-            while not answers(openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)):
-                assert server.poll() is None, log.read_text()[-3000:]
-                time.sleep(1)
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+            wait_until(lambda: server.poll() is not None or answers(client), 600)
+            assert server.poll() is None, log.read_text()[-3000:]
             yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -363,11 +364,47 @@ def test_servers_that_are_all_lost_are_tried_once_more(
         assert [server.files for server in servers] == [[1, 1]] * 2, "with the weights of the run, sent again"
 
 
+def test_a_server_that_was_started_again_writes_nothing_before_it_has_the_weights(
+    tmp_path: Path, tiny_chat: Chat
+) -> None:
+    """It comes back with other weights while a rollout ahead of the learner is under way."""
+    model = llama()
+    with standing_in(tiny_chat) as servers:
+        sampler = connected(tiny_chat, model, servers, tmp_path)
+        sampler.servers.renew()
+        sampler.ahead = True
+        begun, sizes, over = sampler._begin, [], threading.Event()
+
+        def begin(turns: Any) -> None:
+            sizes.append(len(turns))
+            if len(sizes) == 3:
+                servers[0].die()
+            begun(turns)
+
+        def rescue() -> None:  # as the thread does that learns
+            while sampler.servers.live:
+                time.sleep(0.01)
+            servers.append(StandIn(llama(seed=3), tiny_chat, port=servers[0].server_port))
+            servers[1].hanging = {"/pause?mode=wait"}  # the first request of an update
+            threading.Timer(0.5, servers[1].released.set).start()
+            while not over.wait(0.05):
+                sampler.servers.rescue()
+
+        sampler._begin = begin
+        learner = threading.Thread(target=rescue)
+        learner.start()
+        check_serves(sampler, tiny_chat, model)
+        over.set()
+        learner.join()
+
+
 def test_an_answer_that_cannot_be_learned_from_loses_its_server(
     tmp_path: Path, tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with standing_in(tiny_chat) as servers:
-        (server,) = connected(tiny_chat, llama(), servers, tmp_path).servers.live
+        sampler = connected(tiny_chat, llama(), servers, tmp_path)
+        sampler.servers.renew()
+        (server,) = sampler.servers.live
         for ids, logprobs, words in [
             ([5], [float("nan")], "nan, infinite or above 0"),
             ([5], [0.5], "nan, infinite or above 0"),

@@ -62,11 +62,10 @@ calls = []
 sys.addaudithook(lambda name, args: calls.append((name, args)) if name in (
     "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto") else None)
 import train_phase3_starpo as phase3
-from posttrain import models, starpo_run
 from posttrain.starpo.monitoring import Monitor, watch
 from posttrain.starpo.monitoring.alarms import Alarm
 
-def noticed(state, step, row, sizes, limits):  # as a rule would
+def noticed(state, step, row, *_):  # as a rule would
     here = "rollout/reward" in row and step in (1, 3)
     return [Alarm("variance_gone", "warn", "All is alike.", "Look.", step)] if here else [], state
 

@@ -27,6 +27,7 @@ import yaml
 from safetensors.torch import load_file
 from tiny_runs import ROOT, conversations, preferences, python, rows_of, settings, tiny_base
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from waiting import wait_until
 
 import train_phase1_sft
 import train_phase2_dpo
@@ -272,11 +273,8 @@ def test_a_sharded_update_is_equal_to_that_of_one_process(tmp_path: Path, name: 
 
 
 @pytest.mark.slow
-def test_a_sharded_run_of_phase_3_is_equal_to_one_process(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_sharded_run_of_phase_3_is_equal_to_one_process(tmp_path: Path, player: Path) -> None:
     """Rollouts, evaluations and checkpoints; half of the run is sharded on two, and one process goes on unsharded."""
-    player = test_phase3.taught(tmp_path / "player" / "final", tiny_tokenizer, 60)
     file = test_phase3.settings(tmp_path / "run.yaml", player)
     test_phase3.train(file, f"output_dir={tmp_path / 'one'}")
     done = launched(2, "train_phase3_starpo.py", "--config", str(file))
@@ -313,9 +311,8 @@ def lose_the_second(command: list[str], saved: Path, number: int) -> None:
         [sys.executable, "tests/ranks.py", "2", *command],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    while not (saved / checkpoint.MANIFEST).exists():
-        assert run.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: run.poll() is not None or (saved / checkpoint.MANIFEST).exists(), 120)
+    assert run.poll() is None
     max(psutil.Process(run.pid).children(), key=psutil.Process.create_time).send_signal(number)
     began = time.monotonic()
     said = run.communicate(timeout=120)[1]
@@ -327,9 +324,8 @@ def lose_the_second(command: list[str], saved: Path, number: int) -> None:
 @pytest.mark.parametrize("env", [{}, FSDP2], ids=["copies", "fsdp2"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_phase_3_ends_that_loses_a_process_and_goes_on(
-    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, number: int, env: dict[str, str]
+    player: Path, tmp_path: Path, number: int, env: dict[str, str]
 ) -> None:
-    player = test_phase3.taught(tmp_path / "player" / "final", tiny_tokenizer, 60)
     trainer = {"max_steps": 12, "ddp_timeout": 10}
     file = test_phase3.settings(tmp_path / "run.yaml", player, trainer=trainer, checkpoint={"every": 2})
     command = ["train_phase3_starpo.py", "--config", str(file)]

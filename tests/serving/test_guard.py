@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvicorn
 from hypothesis import given, strategies as st
+from waiting import wait_until
 
 from envs.guard import KeyHolders, OwnPagesOnly, WholeRequests, patient_protocol
 
@@ -140,9 +141,7 @@ def test_a_client_that_leaves_in_the_middle_costs_one_line(
             with socket.create_connection(bounded) as connection:
                 connection.sendall(b"POST /a%0Ab HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\nabc")
                 time.sleep(0.2)
-            until = time.monotonic() + 20
-            while not caplog.records and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_until(lambda: caplog.records)
         finally:
             logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
     told = {record.getMessage() for record in caplog.records}

@@ -32,6 +32,7 @@ import uvicorn
 from test_browser import CHROMIUM, CONTRAST
 from test_evaluate import tiny_model
 from tiny_runs import ROOT, python
+from waiting import wait_until
 
 import envs
 import inference_with_improved_settings as script
@@ -151,7 +152,7 @@ def in_thread(app: Any) -> Iterator[str]:
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
-        wait_for(lambda: running.started)
+        wait_until(lambda: running.started)
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         running.should_exit = True
@@ -201,13 +202,6 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert trouble == []
-
-
-def wait_for(true: Callable[[], Any], seconds: float = 20) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it never came"
-        time.sleep(0.02)
 
 
 def send(page: Any, text: str) -> None:
@@ -313,7 +307,7 @@ def test_it_streams_stops_and_goes_on(alone: str, visit: Callable[..., Any], mod
     send(page, "Again.")
     expect(said(page)).to_have_count(2)
     page.get_by_role("button", name="New conversation").click()  # it ends the answer as well
-    wait_for(lambda: len(model.ended) == 2)
+    wait_until(lambda: len(model.ended) == 2)
     assert model.ended[1] < 400
     assert f"{shown}" in model.begun[1], "what was stopped stands in the history"
     expect(said(page)).to_have_count(0)
@@ -337,7 +331,7 @@ def test_an_answer_that_a_new_conversation_ends_shows_nothing_more(both: list[Sc
         patch.setattr(talking, "wait_until_idle", late)
         for thread in (reset, waits):
             thread.start()
-        wait_for(lambda: talk.discarded)
+        wait_until(lambda: talk.discarded)
         conversation.exchanges.append(Exchange("Count.", [5], False, "one"))
         talk.busy = False
         reset.join()
@@ -578,11 +572,11 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     step.click()
     expect(page.get_by_label("Thought of the last turn")).to_have_value(re.compile("so so so"))
     open_another(7)
-    wait_for(lambda: model.ended)
+    wait_until(lambda: model.ended)
     assert model.ended[0] < 60
     model.text = lambda: "ever " * 35
     waits = other.submit("first")
-    wait_for(lambda: len(model.begun) == 2)
+    wait_until(lambda: len(model.begun) == 2)
     step.click()
     expect(page.get_by_text("queue: 1/1").first).to_be_visible()
     open_another(9)
@@ -624,7 +618,7 @@ def test_nobody_takes_ten_places(alone: str, model: Script) -> None:
     model.text, model.pause = lambda: "a b c", 0.1
     client = Client(alone)
     client.submit("first", "many")
-    wait_for(lambda: model.begun)
+    wait_until(lambda: model.begun)
     client.submit("second", "many")
     for _ in range(8):
         assert "in the queue already" in client.submit("more", "many")
@@ -640,7 +634,7 @@ def test_a_closed_tab_frees_its_slot_and_its_place_in_the_queue(
     busy, waiting, last = (visit(alone) for _ in range(3))
     longest_answer(busy, "1000")
     send(busy, "first")
-    wait_for(lambda: model.begun)
+    wait_until(lambda: model.begun)
     for page, text in ((waiting, "second"), (last, "third")):
         send(page, text)
         expect(said(page, who="user")).to_have_text(text)
@@ -811,7 +805,7 @@ def test_the_script_opens_a_page_that_asks_for_a_password(
     line += ["--web", "--beside", str(places[1]), "--port", "0", "--password"]
     thread = threading.Thread(target=script.main, args=(line,))
     thread.start()
-    wait_for(lambda: running and running[0].started, 60)
+    wait_until(lambda: running and running[0].started, 60)
     told = capfd.readouterr().out.strip()
     found = re.fullmatch(rf"Chat with {places[0]}, {places[1]} at (http://127\.0\.0\.1:\d+)", told)
     assert found

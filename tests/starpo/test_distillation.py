@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from test_learner import config, policy
-from test_phase3 import rows, settings, taught, train, weights
+from test_phase3 import rows, settings, train, weights
 from tiny_runs import python
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain import plan
 from posttrain.config.data import DataSection
@@ -208,12 +208,6 @@ def test_held_out_rows_are_measured_and_not_trained() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
-
-
-@pytest.fixture(scope="module")
-def player(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
-    # sure enough of its words that rounding decides no draw: a run and the evaluator must sample the same
-    return taught(tmp_path_factory.mktemp("player") / "final", tiny_tokenizer, 60)
 
 
 def old_prompts(folder: Path) -> dict[str, Any]:

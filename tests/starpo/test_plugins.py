@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from test_learner import config, learn, moved, played, policy
-from test_phase3 import rows, settings, taught, train
+from test_phase3 import rows, settings, train
 from tiny_runs import ROOT, python
-from transformers import PreTrainedTokenizerFast
 
 import envs
 from envs.by_path import by_path as bare_by_path
@@ -30,11 +29,6 @@ from posttrain.types import UserError
 ADVANTAGE = "examples.own_advantage:group_relative"
 LOSS = "examples.own_loss:unclipped"
 PARSER = "examples.own_parser:last_answer"
-
-
-@pytest.fixture(scope="module")
-def player(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
-    return taught(tmp_path_factory.mktemp("player") / "final", tiny_tokenizer, 60)
 
 
 @pytest.fixture

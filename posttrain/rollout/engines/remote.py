@@ -72,7 +72,9 @@ class Servers:
                     server.ping()
                     answered = time.monotonic()
                 except Lost as error:  # usually the next request fails first
-                    if time.monotonic() - answered >= SILENCE:
+                    # a server that has ended and is started again has other weights
+                    ended = isinstance(error.__cause__, ConnectionRefusedError)
+                    if ended or time.monotonic() - answered >= SILENCE:
                         self.lose(server, error)
 
         threading.Thread(target=beat, daemon=True).start()

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -62,10 +63,12 @@ class VLLMServer:
         self.url, self.name = url.rstrip("/"), ""
         self.nccl: WeightSender | None = None
         self.version = 0
+        self.ready = threading.Event()  # set while the server has weights of this run
         self.stop_ids: list[int] = []
 
     def connect(self, policy: Policy) -> None:
         """Prepare the server for this run; a UserError if it does not fit."""
+        self.ready = threading.Event()  # a server that was started again has other weights
         try:
             (model,) = self._ask("/v1/models", None)["data"]
             self.name = model["id"]
@@ -148,6 +151,7 @@ class VLLMServer:
         self._ask("/reset_prefix_cache", {})
         self.version = version
         self._ask("/resume", {})
+        self.ready.set()
 
     def ask(self, ids: Sequence[int], seed: int, params: SamplingParams) -> Completion:
         """Return the turn that the server writes after these ids."""
@@ -164,6 +168,8 @@ class VLLMServer:
             "logprobs": 0,
             "return_token_ids": True,
         }
+        if not self.ready.wait(PATIENCE):
+            raise Lost("it has not loaded the weights")
         version = self.version  # a turn that waits for a newer one counts as older than it is
         reply = self._ask("/v1/completions", request)
         try:
