@@ -144,6 +144,7 @@ def test_accelerate_files_have_keys_that_accelerate_knows(file):
     assert ClusterConfig.from_yaml_file(yaml_file=str(file)).num_processes == given["num_processes"]
 
 
+@pytest.mark.thorough
 def test_two_cpu_processes_really_are_two(tmp_path):
     script = tmp_path / "who.py"
     script.write_text(
@@ -976,6 +977,7 @@ def test_no_more_memory_is_one_paragraph_whoever_asked(capsys, kind):
 # -- standard streams ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if not name.startswith("inference")])
 def test_scripts_start_with_closed_streams_and_unread_ones(script):
     for how in ("closed", "unread"):

@@ -202,6 +202,7 @@ def test_what_is_dear_to_make_is_lent_again() -> None:
 MOVES = ["[up]", "[down]", "[left]", "[right]"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -614,6 +614,7 @@ def test_check_refuses_nonsense_in_one_paragraph(arguments, says, capsys):
     assert says in problem and problem.count("\n") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "option"), [("metamath_qa", "attempts"), ("countdown", "tries")])
 def test_check_ends_whatever_number_of_turns_an_option_allows(name, option, monkeypatch):
     monkeypatch.setattr(promises, "TURNS", 120)

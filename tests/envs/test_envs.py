@@ -161,6 +161,7 @@ def test_canonical_knows_all_eight_images():
     assert canonical(["ab", "dc"]) != canonical(rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ENVS)
 def test_no_split_has_longer_levels_than_another(name):
     env, means = make(name), []

@@ -337,6 +337,7 @@ def test_all_that_is_wrong_is_said_before_any_work(tmp_path: Path, checkpoints: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_a_parser_that_is_not_there_is_said_before_any_work(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     few = {"envs": ["frozen_lake"], "episodes": 1, "protocol": {"parser": "nowhere:f"}}
     resolved(tmp_path, checkpoints, suites={"envs": few})
@@ -504,6 +505,7 @@ def tasks_of(cfg: EvaluateRun) -> list[Task]:
     return tasks.build_tasks(cfg)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_fails_costs_its_own_rows_alone(tmp_path: Path, checkpoints: dict[str, str], workers: int) -> None:
     broken = ["raises", "refuses", "full"] + ["dies"] * (workers > 1)
@@ -664,6 +666,7 @@ def test_two_evaluators_never_share_a_folder(tmp_path: Path, checkpoints: dict[s
     assert "Traceback" not in done.stderr and [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["closed", pytest.param("unread", marks=pytest.mark.slow)])
 def test_an_evaluation_that_nobody_reads_goes_on(tmp_path: Path, checkpoints: dict[str, str], how: str) -> None:
     resolved(tmp_path, checkpoints, suites=SMALL, workers=2)

@@ -226,7 +226,7 @@ def test_figures_stand_beside_those_of_the_evaluation(final: Path, tmp_path: Pat
         ({"unsafe_code": True}, "runs what the model writes as a program"),
         (
             {"metric_list": [{"metric": "planted", "aggregation": "mean", "higher_is_better": True}]},
-            "script of the Hub",
+            "script from the Hub",
         ),
         ({"generation_kwargs": {"custom_generate": ".", "trust_remote_code": True}}, "sets custom_generate in"),
     ],

@@ -20,6 +20,7 @@ from posttrain.finetune import training
 from posttrain.runtime import checkpoint
 
 
+@pytest.mark.thorough
 def test_the_figures_of_held_out_rows_do_not_depend_on_batches(tmp_path: Path, phase: Phase) -> None:
     """Means over batches would: the last of 8 rows would count as much as seven others."""
     figures = []
@@ -84,6 +85,7 @@ def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_run(
     assert same_weights(tmp_path / "run", whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "phase"), [("closed", "sft"), ("unread", "sft"), ("unread", "dpo")], indirect=["phase"]
 )

@@ -213,6 +213,7 @@ KINDS: dict[str, tuple[Callable[..., tuple[Callable[[], object], list[Path]]], i
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_some_damaged_files(kind: str, handed_over: Path, tmp_path: Path) -> None:
     make, count = KINDS[kind]

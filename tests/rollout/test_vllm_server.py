@@ -304,6 +304,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.rollout.engines.remote.SILENCE", 0.5)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_hangs_costs_its_turns_alone(tmp_path: Path, tiny_chat: Chat) -> None:
     """It takes requests and does not answer them, as after a SIGSTOP."""

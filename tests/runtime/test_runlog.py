@@ -203,6 +203,7 @@ def launched(tmp_path: Path, program: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.thorough
 def test_the_launcher_ends_as_its_processes_do(tmp_path: Path) -> None:
     """143 after SIGTERM, once they have written their checkpoint, and 2 for a mistake of the user's."""
     process = launched(tmp_path, STOPS)

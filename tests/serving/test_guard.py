@@ -190,6 +190,7 @@ def test_a_client_that_reads_nothing_is_not_waited_for(hasty: tuple[str, int]) -
     assert httpx.get(f"http://127.0.0.1:{hasty[1]}/").text == "0"
 
 
+@pytest.mark.thorough
 def test_who_sends_whole_requests_keeps_the_connection() -> None:
     server = serving(WholeRequests(echo, lambda _: MOST), seconds=2)
     with server as place, httpx.Client(base_url=f"http://127.0.0.1:{place[1]}") as client:

@@ -725,6 +725,7 @@ def program(*args: str, **options: Any) -> Any:
     return subprocess.Popen(command, cwd=ROOT, env=environment, **options)
 
 
+@pytest.mark.thorough
 def test_in_a_terminal(folder: Path) -> None:
     """Greets, answers as it goes in the model's name, stops and clears the line at Ctrl-C, leaves at the last one."""
     place = Path(shutil.copytree(folder, folder.with_name("endless")))

@@ -266,6 +266,7 @@ def test_no_permission_no_token_no_hub(
             publish(made, repo=name)
 
 
+@pytest.mark.thorough
 def test_the_command_goes_where_the_environment_says(made: Path, hub: Hub, tmp_path: Path) -> None:
     env = {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path)}
     done = python("-m", "posttrain.serving.publish", str(made), "--repo", REPO, "--yes", env=env)

@@ -626,6 +626,7 @@ def test_nobody_takes_ten_places(alone: str, model: Script) -> None:
     assert [re.findall("first|second|more|other", prompt)[-1] for prompt in model.begun] == ["first", "second", "other"]
 
 
+@pytest.mark.thorough
 @in_browser
 def test_a_closed_tab_frees_its_slot_and_its_place_in_the_queue(
     alone: str, visit: Callable[..., Any], model: Script
@@ -788,6 +789,7 @@ def readable(page: Any, width: int) -> None:
 # --------------------------------------------------------------------------------------------------- the command line
 
 
+@pytest.mark.thorough
 @in_browser
 def test_the_script_opens_a_page_that_asks_for_a_password(
     visit: Callable[..., Any], both: list[Scripted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

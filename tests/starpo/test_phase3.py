@@ -127,6 +127,7 @@ def whole(player: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file.with_name("run")
 
 
+@pytest.mark.thorough
 def test_a_run_that_nobody_reads_goes_on(whole: Path, player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player)
     assert unheard("unread", "train_phase3_starpo.py", "--config", str(file)) == 0
