@@ -188,15 +188,15 @@ class Countdown(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def thought(self) -> str:
-        """Return the steps of a solution: `8 - 2 = 6 ; 6 * 5 = 30`."""
+        """Return the steps of a solution: `8 - 2 = 6 and 6 * 5 = 30.`"""
         return self.thought_of(self.expert())
 
     def thought_of(self, action: str) -> str:
         """Return the steps of the expression, right or wrong."""
         reading = parse_expression(action)
-        if self.style == "compact" or reading is None:
-            return " ; ".join(reading.steps) if reading else ""
-        return f"{listed(reading.steps)}."
+        if reading is None or not reading.steps:  # a number alone has none
+            return ""
+        return " ; ".join(reading.steps) if self.style == "compact" else f"{listed(reading.steps)}."
 
     def expert(self) -> str:
         """Return a solution, from an exact search."""

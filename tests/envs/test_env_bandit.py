@@ -18,21 +18,34 @@ from envs.protocol import Protocol
 MANY: dict[str, Any] = {"arms": 3, "pulls": 10}
 
 
-def at(seed: int, split: str = "train", noise: int | None = None, **options: Any) -> Any:
+def at(seed: int, split: str = "train", noise: int | None = None, style: str = "plain", **options: Any) -> Any:
     env = make("bandit", **options)
+    env.style = style
     env.reset(seed=seed, options={"split": split} | ({} if noise is None else {"noise_seed": noise}))
     return env
 
 
-def test_one_pull_ends_the_game_and_only_the_better_arm_is_success():
-    env = at(0)
+@pytest.mark.parametrize(
+    ("style", "arms", "thought", "last"),
+    [
+        (
+            "plain",
+            "The arms are Teacher and Trader.",
+            "Trader is the arm that takes a risk, and Teacher the one that pays for sure.",
+            "The last pull was of {} and paid {:g}.",
+        ),
+        ("compact", "Arms Teacher Trader", "risky Trader safe Teacher", "Last {} paid {:g}"),
+    ],
+)
+def test_one_pull_ends_the_game_and_only_the_better_arm_is_success(style, arms, thought, last):
+    env = at(0, style=style)
     for name, success, failure, regret in (("Trader", True, "", 0.0), ("Teacher", False, "worse arm", 0.15)):
         env.begin((Arm("Teacher", 1.0, 0.1), Arm("Trader", 0.25, 1.0)))
-        assert env.observe() == "Arms Teacher Trader" and env.thought() == "risky Trader safe Teacher"
+        assert env.observe() == arms and env.thought() == thought
         observation, reward, terminated, truncated, info = env.step(f" {name.lower()} ")
         assert terminated and not truncated and info["success"] is success and info["failure"] == failure
         assert info["regret"] == pytest.approx(regret) and reward in ((0.0, 1.0) if success else (0.1,))
-        assert observation == f"Arms Teacher Trader Last {name} paid {reward:g}"
+        assert observation == f"{arms} {last.format(name, reward)}"
         again = env.step("Trader")
         assert again[:2] == (observation, 0.0) and again[2] and not again[4]["action_is_effective"]
         assert again[4]["success"] is success
@@ -78,9 +91,18 @@ def test_many_pulls_are_counted_and_the_last_one_decides():
     env = at(0, arms=2, pulls=3)
     for last in ("A", "B"):
         env.begin((Arm("A", 1.0, 1.0), Arm("B", 0.01, 1.0)))
+        env.style = "compact"
         assert env.observe() == "A 0/0 B 0/0 Pulls left 3" and env.thought() == "untried A B leading A B"
-        assert env.step("A")[0] == "A 1/1 B 0/0 Last A paid 1 Pulls left 2"
-        assert env.thought() == "untried B leading A"
+        env.style = "plain"
+        assert env.observe() == "Arm A has not been pulled. Arm B has not been pulled. You have 3 pulls left."
+        assert env.thought() == "I have not tried A and B yet. No arm has been pulled."
+        assert env.step("A")[0] == (
+            "Arm A paid in 1 of 1 pull. Arm B has not been pulled. The last pull was of A and paid 1. You have 2 pulls"
+            " left."
+        )
+        assert env.thought() == "I have not tried B yet. A has paid most often so far."
+        env.style = "compact"
+        assert env.observe() == "A 1/1 B 0/0 Last A paid 1 Pulls left 2" and env.thought() == "untried B leading A"
         _, _, over, _, info = env.step("b")
         assert not over and info["regret"] == pytest.approx(0.99) and not info["failure"]
         _, _, over, _, info = env.step(last)

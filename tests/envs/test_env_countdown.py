@@ -20,8 +20,9 @@ from envs.players import play_scripted
 from envs.protocol import Protocol
 
 
-def at(task: CountdownTask, **options: Any) -> Any:
+def at(task: CountdownTask, style: str = "plain", **options: Any) -> Any:
     env = make("countdown", **options)
+    env.style = style
     env.reset(seed=0)
     env.begin(task)
     return env
@@ -116,7 +117,9 @@ def test_every_task_has_a_solution_that_the_checker_accepts(options):
         assert reading is not None and reading.value == target and 10 <= target <= 100 and target not in numbers
         given, used = Counter(numbers), Counter(reading.numbers)
         assert used == given if env.config.use_all else not used - given
-        assert env.thought().endswith(f"= {target}") and "(" not in env.thought(), "whole values above 0 on the way"
+        assert env.thought().endswith(f"= {target}.") and "(" not in env.thought(), "whole values above 0 on the way"
+        env.style = "compact"
+        assert env.thought().endswith(f"= {target}") and "(" not in env.thought()
 
 
 def test_the_solver_finds_a_solution_exactly_where_there_is_one():
@@ -131,7 +134,9 @@ def test_the_solver_finds_a_solution_exactly_where_there_is_one():
             assert reading is None or (reading.value == target and Counter(reading.numbers) == Counter(numbers))
     assert find_solution(CountdownTask((3, 3, 8, 8), 24), True) == "8 / (3 - 8 / 3)"
     assert find_solution(CountdownTask((29, 60, 81), 50), True) == "29 + 81 - 60"
-    assert at(CountdownTask((3, 3, 8, 8), 24)).thought() == "8 / 3 = 8/3 ; 3 - (8/3) = 1/3 ; 8 / (1/3) = 24"
+    task = CountdownTask((3, 3, 8, 8), 24)
+    assert at(task, "compact").thought() == "8 / 3 = 8/3 ; 3 - (8/3) = 1/3 ; 8 / (1/3) = 24"
+    assert at(task).thought() == "8 / 3 = 8/3, 3 - (8/3) = 1/3 and 8 / (1/3) = 24."
     assert find_solution(CountdownTask((5, 5, 7, 24), 24), True) is not None, "nothing times 7 is added"
     assert (
         find_solution(CountdownTask((2, 5, 7, 50), 10), False) == "2 * 5"
@@ -180,6 +185,13 @@ def test_the_order_of_the_numbers_is_no_other_task():
 
 
 @pytest.mark.parametrize(
+    ("style", "shown", "last"),
+    [
+        ("plain", "The target is 17. The numbers are 3, 4 and 5.", "Your last answer:"),
+        ("compact", "Target 17 Numbers 3 4 5", "Last"),
+    ],
+)
+@pytest.mark.parametrize(
     ("answer", "reward", "failure", "told"),
     [
         ("3 * 4 + 5", 1.0, "", "3*4+5 = 17"),
@@ -192,12 +204,12 @@ def test_the_order_of_the_numbers_is_no_other_task():
         ("3 / (4 - 4) + 5", 0.0, "numbers", "3/(4-4)+5 = no value (division by zero) not given 4"),
     ],
 )
-def test_one_answer_is_scored_as_documented(answer, reward, failure, told):
-    env = at(CountdownTask((3, 4, 5), 17))
-    assert env.max_turns == 1 and env.observe() == "Target 17 Numbers 3 4 5"
+def test_one_answer_is_scored_as_documented(answer, reward, failure, told, style, shown, last):
+    env = at(CountdownTask((3, 4, 5), 17), style)
+    assert env.max_turns == 1 and env.observe() == shown
     observation, gain, over, _, info = env.step(answer)
     assert (gain, over, info["failure"], info["success"]) == (reward, True, failure, reward == 1)
-    assert observation == f"Target 17 Numbers 3 4 5\nLast {told}" and info["action_is_effective"]
+    assert observation == f"{shown}\n{last} {told}" and info["action_is_effective"]
     again = env.step("3 * 4 + 5")
     assert again[:3] == (observation, 0.0, True) and again[4]["success"] is (reward == 1)
     assert not again[4]["action_is_effective"]
@@ -298,9 +310,10 @@ def test_options_without_a_task_are_found_out_soon(options):
 
 
 def test_a_thought_is_the_steps_of_its_own_expression():
-    env = at(CountdownTask((2, 75, 7), 70))
-    assert env.thought_of("2 * 75 - 7") == "2 * 75 = 150 ; 150 - 7 = 143" and env.thought_of("what?") == ""
-    assert env.thought_of(env.expert()) == env.thought()
+    for style, thought in (("plain", "2 * 75 = 150 and 150 - 7 = 143."), ("compact", "2 * 75 = 150 ; 150 - 7 = 143")):
+        env = at(CountdownTask((2, 75, 7), 70), style)
+        assert env.thought_of("2 * 75 - 7") == thought and env.thought_of("what?") == env.thought_of("70") == ""
+        assert env.thought_of(env.expert()) == env.thought()
 
 
 def test_the_largest_numbers_are_read_and_won():

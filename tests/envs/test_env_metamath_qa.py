@@ -23,8 +23,9 @@ from envs.protocol import Protocol
 ONE = Problem("What is 1/2 of 7?", "Halve 7.", "7/2", "example", "7 / 2 = 7/2")
 
 
-def at(problem: Problem, attempts: int = 4) -> MetaMathQA:
+def at(problem: Problem, attempts: int = 4, style: str = "plain") -> MetaMathQA:
     env = MetaMathQA(attempts=attempts)
+    env.style = style
     env.reset(seed=0)
     env.begin(problem)
     return env
@@ -33,14 +34,17 @@ def at(problem: Problem, attempts: int = 4) -> MetaMathQA:
 # -- the rules ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_right_answer_is_worth_half_as_much_after_each_wrong_one():
+@pytest.mark.parametrize(
+    ("style", "told"), [("plain", "Your last answer was wrong. Try again."), ("compact", "Not right, try again. Wrong: {}")]
+)
+def test_a_right_answer_is_worth_half_as_much_after_each_wrong_one(style: str, told: str) -> None:
     for wrong in range(4):
-        env = at(ONE)
+        env = at(ONE, style=style)
         for number in range(wrong):
             observation, reward, over, cut, info = env.step(str(number))
             assert (reward, over, cut) == (0, False, False) and not info["failure"]
             assert info["action_is_valid"] and info["action_is_effective"]
-            assert observation == f"Problem: What is 1/2 of 7?\nNot right, try again. Wrong: {number + 1}"
+            assert observation == f"Problem: What is 1/2 of 7?\n{told.format(number + 1)}"
         observation, reward, over, _, info = env.step("3.5")
         assert (observation, reward, over, info["success"]) == ("Right.", 0.5**wrong, True, True)
 

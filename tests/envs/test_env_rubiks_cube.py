@@ -74,6 +74,10 @@ def test_the_observation_the_reward_and_the_end():
     env = make("rubiks_cube", render_mode="ansi")
     env.reset(seed=0)
     env.begin(cubes.CubeLevel(cubes.after(cubes.SOLVED, "U"), True))
+    assert env.observe() == (
+        "Up: W W W W\nRight: B B R R\nFront: R R G G\nDown: Y Y Y Y\nLeft: G G O O\nBack: O O B B"
+    )
+    env.style = "compact"
     assert env.observe() == "Up WWWW Right BBRR Front RRGG Down YYYY Left GGOO Back OOBB"
     assert env.render().splitlines()[:4] == ["   WW", "   WW", "GG RR BB OO", "OO GG RR BB"]
     _, reward, over, _, info = env.step("f")
@@ -125,7 +129,11 @@ def test_scripted_policies_win_less():
         wins = [players.play_scripted(env, player, Protocol.of(env), seed, "train").success for seed in range(40)]
         assert sum(wins) <= most
     env.begin(cubes.CubeLevel(cubes.after(cubes.SOLVED, "R"), True))
-    assert env.thought() == "16 of 24 pairs now. pairs R' L'" and env.players()["pairs"] in ("R'", "L'")
+    assert env.players()["pairs"] in ("R'", "L'") and env.thought() == (
+        "16 of the 24 pairs of neighbours on a face have the same colour. Most of them, 24, would match after R' or L'."
+    )
+    env.style = "compact"
+    assert env.thought() == "16 of 24 pairs now. pairs R' L'"
 
 
 def test_pictures_show_the_state():

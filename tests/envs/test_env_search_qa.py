@@ -28,6 +28,7 @@ from envs.search_qa.retriever import Retriever, RetrieverError
 from envs.search_qa.synthetic import COUNTS, RELATIONS, Hop, draw_question, encyclopedia
 
 ROOT = Path(__file__).parents[2]
+WORDS = [("plain", "Next I look up", "That is enough to answer."), ("compact", "Missing:", "Enough.")]
 
 
 def at(seed: int = 0, split: str = "train", **options: Any) -> SearchQA:
@@ -162,31 +163,36 @@ def test_the_expert_answers_every_question_and_others_do_not(split: str) -> None
     assert wins.pop("expert") == 60 and max(wins.values()) <= 3 and len(keys) > 55
 
 
-def test_the_experts_thoughts_are_what_it_read():
+@pytest.mark.parametrize(("style", "seek", "enough"), WORDS)
+def test_the_experts_thoughts_are_what_it_read(style: str, seek: str, enough: str) -> None:
     env = at(0, "test")
-    hops = env.level.hops
-    assert env.thought() == f"Missing: {hops[0].title}."
+    env.style, hops = style, env.level.hops
+    assert env.thought() == f"{seek} {hops[0].title}."
     for number in range(1, len(hops) + 1):
         env.step(env.expert())
-        missing = f"Missing: {hops[number].title}." if number < len(hops) else "Enough."
+        missing = f"{seek} {hops[number].title}." if number < len(hops) else enough
         assert env.thought() == " ".join([*(hop.fact for hop in hops[:number]), missing])
     assert env.expert() == f"finish[{env.level.answer}]"
 
 
+@pytest.mark.parametrize(("style", "seek", "enough"), WORDS)
 @pytest.mark.parametrize(("top_k", "characters"), [(3, 1200), (10, 1200), (1, 100)])
-def test_thoughts_and_keys_hold_nothing_that_was_cut_off(top_k: int, characters: int) -> None:
+def test_thoughts_and_keys_hold_nothing_that_was_cut_off(
+    top_k: int, characters: int, style: str, seek: str, enough: str
+) -> None:
     env, complete = SearchQA(top_k=top_k, characters=characters), 0
+    env.style = style
     for seed in range(40):
         (read, _), said = env.reset(seed=seed), ""
         while not env.answer:
             said = env.thought()
             for sentence in re.findall(r"\S.*?\.(?= |$)", said):
-                missing = re.fullmatch(r"Missing: (.*)\.", sentence)
-                assert sentence == "Enough." or (missing[1] if missing else sentence) in read, said
+                missing = re.fullmatch(rf"{seek} (.*)\.", sentence)
+                assert sentence == enough or (missing[1] if missing else sentence) in read, said
             assert all(f"{title}: {text}" in read for title, text in env.seen)
             assert all(line in read for line in env.state_key().split("\n"))
             read += "\n" + env.step(env.expert())[0]
-        complete += said == " ".join([*(hop.fact for hop in env.level.hops), "Enough."])
+        complete += said == " ".join([*(hop.fact for hop in env.level.hops), enough])
     assert complete == 40 if top_k == 3 else complete < 40, "by default nothing is cut off"
 
 
@@ -295,7 +301,7 @@ def test_what_cannot_be_built_or_opened_is_one_clear_paragraph(tmp_path: Path, b
 
 def test_nothing_in_an_article_ends_the_episode_or_acts(built: Path) -> None:
     env = SearchQA(str(built))
-    episode = Episode(env, Protocol(max_turns=5, max_actions=5), seed=0)
+    episode = Episode(env, Protocol(max_turns=5, max_actions=5, style="compact"), seed=0)
     turn = episode.step(format_response("so", ["search[Noise 3 which one]"], episode.protocol))
     assert turn.valid and not turn.done and turn.user is not None and "finish[Paris]" in turn.user
     lines = turn.user.split("\n")

@@ -20,7 +20,7 @@ from open_envs import open_or_skip
 from envs import SPLITS, base, frozen_lake, make, names, players, promises, sokoban
 from envs.base import OBSERVATIONS, canonical, split_by_hash
 from envs.promises import Subject
-from envs.protocol import Protocol
+from envs.protocol import STYLES, Protocol
 from envs.sokoban import rooms
 
 ROOT = Path(__file__).parents[2]
@@ -28,14 +28,18 @@ ENVS = ("frozen_lake", "sokoban")
 
 
 def wander(env, steps: int, seed: int = 0):
-    """Observations along a random walk that starts a new level whenever one ends."""
+    """Observations along a random walk that starts a new level whenever one ends; in sentences, only what a model sees.
+
+    The state in which a game ends is shown to nobody, and only the compact words explain its symbols.
+    """
     rng = np.random.default_rng(seed)
     observation, _ = env.reset(seed=seed)
     for step in range(steps):
         yield observation
         observation, _, terminated, _, _ = env.step(env.actions[rng.integers(len(env.actions))])
         if terminated:
-            yield observation
+            if env.style == "compact":
+                yield observation
             observation, _ = env.reset(seed=seed + step + 1)
 
 
@@ -175,31 +179,36 @@ def test_no_split_has_longer_levels_than_another(name):
         assert abs(mean - means[0][0]) < 3.5 * np.hypot(error, means[0][1])
 
 
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", ENVS)
-def test_the_legend_follows_the_symbols(name):
+def test_the_legend_follows_the_symbols(name, style):
     cells = sorted({"frozen_lake": frozen_lake.SYMBOLS, "sokoban": sokoban.SYMBOLS}[name])
     custom = {cell: f"{cell[0].upper()}{i}" for i, cell in enumerate(cells)}
     for observation in OBSERVATIONS:
         env = make(name, observation=observation, symbols=custom)
+        env.style = style
         texts = list(wander(env, 400))
         shown = {word for text in texts for word in text.split()} & set(custom.values())
-        assert bool(shown) == (observation != "coordinates")
+        assert bool(shown) == (observation in ("grid", "both") or (observation == "neighbours" and style == "compact"))
         assert all(f" {symbol} " in env.rules() for symbol in shown)
         assert all(env.observation_space.contains(text) for text in texts)
         defaults = set(make(name).symbols.values())
         assert not any(defaults & set(text.split()) for text in texts)
 
 
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", ENVS)
-def test_every_cell_symbol_is_explained_in_the_default_alphabet_too(name):
-    for observation in ("grid", "both", "neighbours"):
+def test_every_cell_symbol_is_explained_in_the_default_alphabet_too(name, style):
+    for observation in ("grid", "both", *(["neighbours"] if style == "compact" else [])):
         env = make(name, observation=observation)
+        env.style = style
         shown = {word for text in wander(env, 400) for word in text.split()} & set(env.symbols.values())
         assert len(shown) > 2 and all(f" {symbol} " in env.rules() for symbol in shown)
 
 
-def test_observations_read_as_documented():
-    lake = make("frozen_lake")
+def test_compact_observations_read_as_documented():
+    lake = make("frozen_lake", observation="neighbours")
+    lake.style = "compact"
     lake.reset(seed=0)
     lake.begin(("SFHF", "FFFF", "FHFF", "FFFG"))
     lake.step("Right")
@@ -208,7 +217,8 @@ def test_observations_read_as_documented():
     lake.observation = "both"
     assert lake.thought() == "goal Down safe Left Down"
     assert lake.observe() == "You 0 1 Goal 3 3 Holes 0 2 ; 2 1\n_ P O _\n_ _ _ _\n_ O _ _\n_ _ _ G"
-    room = make("sokoban", size=5)
+    room = make("sokoban", size=5, observation="neighbours")
+    room.style = "compact"
     room.reset(seed=0)
     room.begin(("#####", "#@$.#", "#   #", "# # #", "#####"))
     beside_box = "Left P Down _ Right O Up #"

@@ -11,10 +11,11 @@ from hypothesis import given, settings, strategies as st
 from envs import make
 from envs.episode import Episode
 from envs.players import demonstrate
-from envs.protocol import Parsed, Protocol, format_response, parse
+from envs.protocol import STYLES, Parsed, Protocol, format_response, parse
 from envs.wording import system_text
 
 ACTIONS = ("Left", "Down", "Right", "Up")
+COMPACT = Protocol(style="compact")
 LAKE = ("SFFF", "FFFF", "FFFF", "FFHG")
 
 
@@ -91,29 +92,56 @@ def test_parse_is_linear_in_long_hostile_text():
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_system_text_is_short_and_complete():
-    for name, words in (("frozen_lake", 60), ("sokoban", 65)):
-        text = system_text(make(name), Protocol())
-        assert len(text.split()) <= words
-        assert all(action in text for action in make(name).actions or ())
+@pytest.mark.parametrize(
+    ("style", "words", "limits"),
+    [
+        ("plain", {"frozen_lake": 120, "sokoban": 170}, "at most 8 turns and 10 actions in all"),
+        ("compact", {"frozen_lake": 60, "sokoban": 65}, "up to 3 actions each, 10 actions in all"),
+    ],
+)
+def test_the_system_text_is_short_and_complete(style, words, limits):
+    for name, most in words.items():
+        env = make(name)
+        env.style = style
+        text = system_text(env, Protocol(style=style))
+        assert len(text.split()) <= most
+        assert all(action in text for action in env.actions or ())
         assert "8 turns" in text and "<think>" in text and "<answer>" in text
-    text = system_text(make("sokoban"), Protocol(max_actions_per_turn=3, max_actions=10, think=False))
-    assert "up to 3 actions each, 10 actions in all" in text and "||" in text and "<think>" not in text
+    text = system_text(env, Protocol(max_actions_per_turn=3, max_actions=10, think=False, style=style))
+    assert limits in text and "||" in text and "<think>" not in text
 
 
-def test_the_example_in_the_system_text_is_well_formed():
-    for protocol in (Protocol(), Protocol(think=False), Protocol(max_actions_per_turn=2)):
-        assert parse(system_text(make("frozen_lake"), protocol), protocol, None).well_formed
+@pytest.mark.parametrize("limits", [{}, {"think": False}, {"max_actions_per_turn": 2}])
+def test_the_example_in_the_compact_system_text_is_well_formed(limits):
+    protocol = Protocol(style="compact", **limits)
+    assert parse(system_text(make("frozen_lake"), protocol), protocol, None).well_formed
 
 
-def test_user_turns_are_short_and_tell_reward_state_and_what_is_left():
+def test_user_turns_are_sentences_about_reward_state_and_what_is_left():
     episode = lake()
+    left = "You have {} turns left. What do you do?"
+    assert [message["role"] for message in episode.messages] == ["system", "user"]
+    assert episode.messages[1]["content"].endswith(f"\n\n{left.format(8)}")
+    grid = "_ _ _ _\nP _ _ _\n_ _ _ _\n_ _ O G"
+    assert episode.step(say("Down")).user == f"{grid}\n\n{left.format(7)}"
+    assert episode.step("what?").user == (
+        "That was not a valid answer. In each turn, first think step by step and write your reasoning between <think>"
+        " and </think>. Then write the one action that you choose between <answer> and </answer>."
+        f"\n\n{grid}\n\n{left.format(6)}"
+    )
+    assert episode.step(say("Left")).user == f"Your action changed nothing.\n\n{grid}\n\n{left.format(5)}"
+    tight = lake(Protocol(max_actions_per_turn=2, max_actions=5))
+    assert "You have 7 turns and 3 actions left." in tight.step(say("Down", "Up")).user
+
+
+def test_compact_user_turns_are_short_and_tell_reward_state_and_what_is_left():
+    episode = lake(COMPACT, observation="neighbours")
     assert [message["role"] for message in episode.messages] == ["system", "user"]
     assert episode.messages[1]["content"].endswith("\nTurns left 8")
     assert episode.step(say("Down")).user == "Reward 0\nGoal Down 2 Right 3 Left # Down _ Right _ Up _\nTurns left 7"
     user = episode.step("what?").user
     assert user == "Reward 0\nInvalid answer\nGoal Down 2 Right 3 Left # Down _ Right _ Up _\nTurns left 6"
-    tight = lake(Protocol(max_actions_per_turn=2, max_actions=5))
+    tight = lake(Protocol(max_actions_per_turn=2, max_actions=5, style="compact"))
     assert tight.step(say("Down", "Up")).user.endswith("\nTurns left 7 Actions left 3")
 
 
@@ -126,6 +154,24 @@ def test_a_forced_opening_is_the_first_tag_of_the_format():
 
 def test_a_summary_tells_the_last_turns_and_the_state():
     episode = lake(Protocol(max_turns=4, max_actions_per_turn=2, max_actions=8))
+    episode.observation = start = episode.env.observe()
+    assert episode.summary(0) == f"{start}\n\nYou have 4 turns left. What do you do?"
+    episode.step(say("Down", "Up"))
+    episode.step("what?")
+    episode.step(say("fly", "Right"))
+    told = episode.summary(1)
+    assert told.startswith(f"Turn 2:\n{start}\nThat was not a valid answer. In each turn, first think")
+    assert told.endswith(
+        f'\n\nTurn 3:\n{start}\nYour answer was: Right. "fly" is not one of the actions. The actions are Left, Down,'
+        " Right and Up.\n\nTurn 4:\n_ P _ _\n_ _ _ _\n_ _ _ _\n_ _ O G\n\nYou have 1 turn left. What do you do?"
+    )
+    assert episode.summary(0).startswith(f"Turn 1:\n{start}\nYour answer was: Down || Up.\n\nTurn 2:\n")
+    assert episode.summary(3) == episode.summary(3).rpartition("Turn 4:\n")[2]
+
+
+def test_a_compact_summary_tells_the_last_turns_and_the_state():
+    protocol = Protocol(max_turns=4, max_actions_per_turn=2, max_actions=8, style="compact")
+    episode = lake(protocol, observation="neighbours")
     episode.observation = episode.env.observe()
     start = "Goal Down 3 Right 3 Left # Down _ Right _ Up #"
     assert episode.summary(0) == f"{start}\nTurns left 4"
@@ -271,15 +317,18 @@ def test_impossible_protocols_are_refused(fields, says):
 @pytest.mark.parametrize(
     "name, mix", [("frozen_lake", {"nearer": 0.5, "safe": 0.5}), ("sokoban", {"push": 0.5, "go": 0.5})]
 )
-def test_demonstrations_follow_from_their_number_and_are_well_formed_and_true(name, mix):
-    protocol = Protocol()
+@pytest.mark.parametrize("style", STYLES)
+def test_demonstrations_follow_from_their_number_and_are_well_formed_and_true(name, mix, style):
+    protocol = Protocol(style=style)
     texts = [demonstrate(make(name), protocol, seed, "train", mix) for seed in range(20)]
     assert texts == [demonstrate(make(name), protocol, seed, "train", mix) for seed in range(20)]
     for seed, messages in enumerate(texts):
         replay = Episode(make(name), protocol, seed, "train")
         for message in messages[2:]:
             if message["role"] == "assistant":
-                assert message["content"].startswith(f"<think>{replay.env.thought()}</think><answer>")
+                action = message["content"].partition("<answer>")[2].removesuffix("</answer>")
+                assert message["content"] == format_response(replay.env.thought_of(action), [action], protocol)
+                assert replay.env.thought_of(action).startswith(replay.env.thought())
                 assert replay.step(message["content"]).valid
         assert replay.done and replay.messages == messages
 
@@ -287,7 +336,7 @@ def test_demonstrations_follow_from_their_number_and_are_well_formed_and_true(na
 def test_shares_are_kept_and_the_expert_may_play():
     counts = {"safe": 0, "other": 0}
     for seed in range(200):
-        for message in demonstrate(make("frozen_lake"), Protocol(), seed, "train", {"safe": 0.5, "random": 0.5}):
+        for message in demonstrate(make("frozen_lake"), COMPACT, seed, "train", {"safe": 0.5, "random": 0.5}):
             if message["role"] == "assistant":
                 thought, action = re.fullmatch(r"<think>(.*)</think><answer>(.*)</answer>", message["content"]).groups()
                 counts["safe" if action in thought.partition("safe")[2] else "other"] += 1
