@@ -45,15 +45,18 @@ class Episode:
     def done(self) -> bool:
         return self.terminated or self.truncated
 
+    def read(self, response_text: str) -> Parsed:
+        """Return what a response asks for: the whole of it where the environment writes all messages itself."""
+        if self.own_words:
+            return Parsed([response_text], well_formed=True, invalid=[])
+        return self.protocol.read(response_text, self.env.actions)
+
     def step(self, response_text: str) -> Turn:
         """Play one turn: acts on what the response asks for and says what came of it."""
         if self.done:
             raise RuntimeError("This episode is over: open a new one.")
         self.messages.append({"role": "assistant", "content": response_text})
-        if self.own_words:
-            parsed = Parsed([response_text], well_formed=True, invalid=[])
-        else:
-            parsed = self.protocol.read(response_text, self.env.actions)
+        parsed = self.read(response_text)
         valid = bool(parsed.well_formed and parsed.actions and not parsed.invalid)
         reward, observation, before, effective = 0.0, None, len(self.actions), False
         for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:

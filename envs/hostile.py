@@ -15,7 +15,7 @@ from envs.base import TextEnv
 from envs.episode import Episode
 from envs.players import next_action, player_names
 from envs.promises import LONG, Subject, where_raised
-from envs.protocol import ACTION_SEP, MAX_PENALISED_TURNS, format_response, parse
+from envs.protocol import ACTION_SEP, MAX_PENALISED_TURNS, format_response
 from envs.web import NoAnswer
 
 HOSTILE = (  # whole responses
@@ -199,7 +199,7 @@ def meet_hostile_answers(subject: Subject, n: int, seed: int = 0, seconds: float
 def _answered(episode: Episode, response: str) -> str:
     """Return what is wrong with how an episode met a response; empty if nothing is."""
     before, was_won = episode.state_key(), episode.success
-    read = parse(response, episode.protocol, episode.env.actions)
+    read = episode.read(response)
     turn = episode.step(response)
     if not math.isfinite(turn.reward) or turn.penalty not in (0, episode.protocol.format_penalty):
         return f"its reward is {turn.reward} and its penalty {turn.penalty}."

@@ -51,11 +51,12 @@ class Prompts(TextEnv):
 
     ## Episode end
     Terminated by the answer to the last user message of the row, or where `reply` returns None. Success: the first of
-    `rewards` gives at least `success`.
+    `rewards` gives at least `success`, else `failure` "wrong answer". Truncation is left to the protocol, after
+    `max_turns`: the most user messages of a row, or `turns`.
 
     ## Arguments
     - `path="embedded"`: problems that are generated; or a data set of the Hub, a file or a folder.
-    - `name=None`: the configuration of a data set of the Hub, such as "main".
+    - `config=None`: the configuration of a data set of the Hub, such as "main".
     - `rows=None`: rows that are read at most, of each split.
     - `prompt=None`: the column that holds the prompt, a text or messages; None takes the first of prompt, messages,
       question, problem, instruction, query and input that is there. Of `messages`, the model answers each user message.
@@ -138,7 +139,8 @@ class Prompts(TextEnv):
         return list(self.conversation.prompt)
 
     def observe(self) -> str:
-        return self.said[-1]["content"]
+        """Return the prompt or the next user message; after the last answer the one that it answers."""
+        return next(message["content"] for message in reversed(self.said) if message["role"] == "user")
 
     def rules(self) -> str:
         return ""
@@ -164,7 +166,7 @@ class Prompts(TextEnv):
             "failure": "" if self.succeeded or not self.over or self.late else "wrong answer",
             "rewards": parts,
         }
-        return self.said[-1]["content"], gained, self.over, False, info
+        return self.observe(), gained, self.over, False, info
 
     def _next_message(self) -> str | None:
         if self.reply is None:

@@ -22,10 +22,12 @@ from envs import demos, players
 from envs.countdown.arithmetic import parse_expression
 from envs.episode import Episode
 from envs.players import Style
-from envs.protocol import Protocol, parse
+from envs.protocol import STYLES, Protocol, parse
+from envs.sentences import listed
 from posttrain.config.data import Source
 from posttrain.config.shared import ModelSection
 from posttrain.data import embedded, reading
+from posttrain.data.embedded.environments import TOY, TOY_STYLE
 from posttrain.models import loading as models
 from posttrain.types import UserError, derive_seed
 
@@ -76,11 +78,12 @@ def test_a_plan_is_what_the_expert_then_does(tmp_path: Path) -> None:
             assert thought == f"Plan: {' || '.join(played[n : n + 3])}"
 
 
-def test_cues_and_no_thoughts(tmp_path: Path) -> None:
-    cues = rows(tmp_path, "frozen_lake", "--n", "5")
-    bare = rows(tmp_path, "frozen_lake", "--n", "5", "--thought", "none")
+@pytest.mark.parametrize(("style", "begins"), [("plain", "The goal is "), ("compact", "goal ")])
+def test_cues_and_no_thoughts(tmp_path: Path, style: str, begins: str) -> None:
+    cues = rows(tmp_path, "frozen_lake", "--n", "5", "--style", style)
+    bare = rows(tmp_path, "frozen_lake", "--n", "5", "--style", style, "--thought", "none")
     for one, other in zip(cues, bare, strict=True):
-        assert all(thought.startswith("safe ") for thought, _, _ in turns(one))
+        assert all(thought.startswith(begins) for thought, _, _ in turns(one))
         assert [(action, after) for _, action, after in turns(one)] == [(a, after) for _, a, after in turns(other)]
         assert all(thought == "" for thought, _, _ in turns(other))
 
@@ -93,7 +96,7 @@ def test_rows_are_the_episodes_of_their_seeds_and_the_expert_wins_them(tmp_path:
             if message["role"] == "assistant":
                 assert episode.step(message["content"]).valid
         assert row["messages"] == episode.messages and row["success"] and episode.success
-        assert "6 x 6" in row["messages"][0]["content"]
+        assert len(row["messages"][1]["content"].partition("\n\n")[0].splitlines()) == 6
 
 
 def test_the_file_is_the_same_every_time_and_the_first_rows_do_not_depend_on_how_many(tmp_path: Path) -> None:
@@ -179,16 +182,18 @@ def test_the_chosen_answer_is_the_experts_and_leads_to_more(tmp_path: Path) -> N
     assert len(lengths) > 2, "turns from all over the episodes"
 
 
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", ["countdown", "metamath_qa"])
-def test_a_worse_answer_has_true_steps_before_it(name: str, tmp_path: Path) -> None:
-    for pair in rows(tmp_path, name, "--n", "20", "--pairs"):
+def test_a_worse_answer_has_true_steps_before_it(name: str, style: str, tmp_path: Path) -> None:
+    for pair in rows(tmp_path, name, "--n", "20", "--pairs", "--style", style):
         sides = [pair[side][0]["content"].removeprefix("<think>") for side in ("chosen", "rejected")]
         (good, _, _), (bad, _, reply) = (side.partition("</think>") for side in sides)
         if name == "metamath_qa":  # the right working, and another number than it comes to
             assert good == bad and not bad.endswith(f" {reply.removeprefix('<answer>').removesuffix('</answer>')}")
         else:  # the steps of its own expression
             reading = parse_expression(reply.removeprefix("<answer>").removesuffix("</answer>"))
-            assert reading is not None and " ; ".join(reading.steps) == bad != good
+            assert reading is not None and bad != good
+            assert bad == (" ; ".join(reading.steps) if style == "compact" else f"{listed(reading.steps)}.")
 
 
 def test_two_equally_good_moves_are_no_pair() -> None:
@@ -236,8 +241,16 @@ def test_left_out_pairs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["frozen_lake", "--options", "sokoban.size=5"], 'no environment of this command "sokoban"'),
         (["frozen_lake", "--options", "frozen_lake.size=big"], "valid integer"),
         (["frozen_lake", "--options", "frozen_lake.slippery=true", "--thought", "plan"], "chance decides"),
-        (["frozen_lake", "--thought", "plan"], "Set observation=coordinates"),
-        (["sokoban", "--thought", "next_state", "--pairs"], "Set observation=coordinates"),
+        (
+            ["frozen_lake", "--thought", "plan", "--options", "frozen_lake.observation=neighbours"],
+            "Set observation=coordinates",
+        ),
+        (
+            ["sokoban", "--thought", "next_state", "--pairs", "--options", "sokoban.observation=neighbours"],
+            "Set observation=coordinates",
+        ),
+        (["prompts"], "prompts"),
+        (["frozen_lake", "--style", "plane"], 'no style "plane". Did you mean "plain"'),
         (["web_shop", "--thought", "plan"], "what the observation does not show in web_shop"),
         (["search_qa", "--thought", "next_state"], "what the observation does not show in search_qa"),
         (["frozen_lake", "--split", "tests"], "test"),
@@ -314,7 +327,7 @@ def test_a_source_of_phase_1_may_name_the_player_and_the_thought() -> None:
 def test_without_a_player_the_expert_demonstrates_and_the_answers_are_right(name: str) -> None:
     default = players.parse_mix(demos.parser().get_default("player"))
     assert players.default_mix(envs.make(name)) == default == {"expert": 1.0}
-    for i, row in enumerate(embedded.demonstrations([name], 4, 0)):
+    for i, row in enumerate(embedded.demonstrations([(name, {})], 4, 0)):
         env = envs.make(name)
         episode = Episode(env, Protocol.of(env), derive_seed(0, "demonstrations", i) % 2**32)
         for message in row["messages"][2::2]:
@@ -324,5 +337,5 @@ def test_without_a_player_the_expert_demonstrates_and_the_answers_are_right(name
 
 
 def test_rows_without_a_player_stay_those_of_the_quickstart() -> None:
-    found = json.dumps(list(embedded.demonstrations(["frozen_lake", "sokoban"], 300, 0)))
+    found = json.dumps(list(embedded.demonstrations(TOY, 300, 0, style=TOY_STYLE)))
     assert hashlib.sha256(found.encode()).hexdigest().startswith("36584cb2346d7143")

@@ -328,11 +328,13 @@ def test_free_text_is_judged_by_the_environment_and_is_one_action_a_turn():
     protocol = Protocol(max_actions_per_turn=4, max_turns=3, max_actions=8)
     episode = Episode(Say(), protocol, seed=0)
     episode.env.begin((7, 3))
-    assert "one action each. Reply" in system_text(episode.env, protocol)
+    assert "Then write your action between <answer> and </answer>." in system_text(episode.env, protocol)
+    compact = Protocol(max_actions_per_turn=4, max_turns=3, max_actions=8, style="compact")
+    assert "one action each. Reply" in system_text(episode.env, compact)
     wrong = episode.step("<think>a</think><answer>go 1 || go 1</answer>")
     assert episode.actions == ["go 1 || go 1"] and (wrong.valid, wrong.penalty) == (False, -0.1)
     assert episode.past[-1].valid is False and episode.malformed_turns == 0
-    assert "Actions left" not in (wrong.user or ""), "the limit of turns comes first"
+    assert "You have 2 turns left." in (wrong.user or ""), "the limit of turns comes first"
     assert episode.step("<think>a</think><answer>\n go 1\n</answer>").valid and episode.actions[-1] == "\n go 1\n"
     last = episode.step("<think>a</think><answer>go 2</answer>")
     assert last.done and last.reward == 1.0 and episode.success and episode.terminated
@@ -369,7 +371,7 @@ def test_demonstrations_fall_back_to_what_there_is(register):
     assert players.default_mix(two()) == {"random": 0.5, "left": 0.5}
     register(Say)
     register(Walk)
-    (row,) = embedded.demonstrations(["say"], 1, 0, answers_only=1.0)
+    (row,) = embedded.demonstrations([("say", {})], 1, 0, answers_only=1.0)
     assert row["messages"][2]["content"] == "<think></think><answer>go 2</answer>"
     assert row["messages"][2]["mask_spans"] == [[0, len("<think></think>")]]
     source = Source(kind="demonstrations", path="embedded", rows=2, envs=["walk"])
@@ -500,6 +502,7 @@ BROKEN = [
     ({"state_key": lambda self: str(self.left)[:0]}, "the same state_key as before"),
     ({"step": spoil(action_is_effective=False), "state_key": lambda self: self.observe()}, "and another state_key"),
     ({"rules": lambda self: " "}, "rules() returned ' '"),
+    ({"messages": lambda self: [{"role": "system", "content": "Walk."}]}, "does not end with a user message"),
     ({"observe": lambda self: ""}, "observe() returned ''"),
     ({"actions": ("up", "Up")}, "the action 'up' is read as ['Up']"),
     ({"actions": ("go || on", "Right")}, "is read as ['go', 'on']"),
