@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from envs import SPLITS, make, names, option
 from envs.base import known
 from envs.episode import Episode
-from envs.protocol import Protocol, Turn, format_response
+from envs.protocol import STYLES, Protocol, Turn, format_response
 from envs.web import NoAnswer
 
 THOUGHT = "#"  # begins a line with the thought of the next action
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env play") ->
     parser.add_argument("name", help=f"one of: {', '.join(names())}; or module:Class")
     parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
     parser.add_argument("--turns", type=int, help="turns (default: the environment's own max_turns)")
+    parser.add_argument("--style", default="plain", help=f"words: {', '.join(STYLES)} (default plain)")
     parser.add_argument("--split", default="train", help=f"one of: {', '.join(SPLITS)} (default train)")
     parser.add_argument("--seed", type=int, default=0, help="the level (default 0)")
     arguments = parser.parse_args(argv)
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env play") ->
             raise ValueError("--seed must be at least 0.")
         env = make(arguments.name, **dict(map(option, arguments.options)))
         split = known("split", arguments.split, SPLITS)
-        episode = Episode(env, Protocol.of(env, max_turns=arguments.turns), arguments.seed, split)
+        protocol = Protocol.of(env, max_turns=arguments.turns, style=arguments.style)
+        episode = Episode(env, protocol, arguments.seed, split)
     except (ValueError, NoAnswer) as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -58,7 +60,7 @@ def converse(episode: Episode, rewards: list[float]) -> None:
     for message in episode.messages:
         print_as(message["role"], message["content"])
     while not episode.done:
-        text = response(episode.protocol)
+        text = response(episode)
         if not sys.stdin.isatty():
             print(text)
         turn = episode.step(text)
@@ -69,11 +71,16 @@ def converse(episode: Episode, rewards: list[float]) -> None:
     print_as("last state", episode.env.observe())
 
 
-def response(protocol: Protocol) -> str:
-    """Return the answer that is typed; one with tags is left as it is, good or bad."""
+def response(episode: Episode) -> str:
+    """Return the answer that is typed; one with tags is left as it is, good or bad.
+
+    Where an environment takes whole answers, a line is one.
+    """
     thought = ""
     while True:
         line = input("you> ")
+        if episode.own_words:
+            return line
         if line.lstrip().startswith(THOUGHT):
             thought = line.strip().removeprefix(THOUGHT).strip()
         elif "<answer>" in line or "<think>" in line:
@@ -81,7 +88,7 @@ def response(protocol: Protocol) -> str:
                 line += f"\n{input('...> ')}"
             return line
         elif line.strip():
-            return format_response(thought, [line.strip()], protocol)
+            return format_response(thought, [line.strip()], episode.protocol)
 
 
 def print_turn(turn: Turn) -> str:

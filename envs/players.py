@@ -53,7 +53,11 @@ def default_mix(env: TextEnv) -> dict[str, float]:
         env.reset(seed=0)
         players = env.players()
         return {player: 1 / len(players) for player in players}
-    raise ValueError(
+    raise nobody_plays(env)
+
+
+def nobody_plays(env: TextEnv) -> ValueError:
+    return ValueError(
         f"The environment {env.name} cannot be demonstrated: it defines neither players() nor expert(). Write one of"
         " them, or leave it out of the demonstrations."
     )
@@ -129,8 +133,10 @@ class Turns:
     """Who plays which turn of an episode, drawn by shares."""
 
     def __init__(self, env: TextEnv, mix: Mapping[str, float], seed: int, stream: int = 3) -> None:
-        for player in mix:
-            known(f"player of {env.name}", player, player_names(env))
+        for player in mix:  # each time anew: their choices use up random numbers, and written rows must stay the same
+            if not (names := player_names(env)):
+                raise nobody_plays(env)
+            known(f"player of {env.name}", player, names)
         self.shares = np.array(list(mix.values()), dtype=float)
         if len(self.shares) == 0 or self.shares.min() < 0 or abs(self.shares.sum() - 1) > 1e-6:
             raise ValueError(f"The shares of the players must be positive and sum to 1, not {dict(mix)}.")

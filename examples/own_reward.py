@@ -4,8 +4,8 @@
         'envs.0.options.rewards=[examples.own_reward:right_number, {name: examples.own_reward:brief, weight: 0.2}]'
 
 prompts and completions have one entry for each answer, and so has every column of the rows, by its name. A prompt
-that is a text gives completions that are texts; a prompt of messages gives lists of messages. A function returns a number
-for each answer, None where it does not apply, and may be async.
+that is a text gives completions that are texts; a prompt of messages gives lists of messages. A function returns a
+number for each answer, None where it does not apply, and may be async.
 """
 
 from __future__ import annotations

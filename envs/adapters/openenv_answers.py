@@ -35,6 +35,7 @@ class Metadata(BaseModel):
 class State(BaseModel):
     max_turns: int | None = Field(None, ge=0)
     actions: list[str] | None = None
+    styles: list[str] = []
 
 
 class Split(BaseModel):
@@ -65,11 +66,20 @@ class Observed(BaseModel):
     metadata: dict[str, Any] | None = None
 
 
+class Message(BaseModel):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = Field(max_length=TEXT)
+
+
 class Opening(BaseModel):
     """What the server of openenv_server.py adds to the first observation."""
 
     rules: str = Field("", max_length=TEXT)
     actions: list[str] | None = None
+    action_word: str = Field("", max_length=TEXT)
+    example_thought: str = Field("", max_length=TEXT)
+    example_actions: list[str] | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
 
 
 T = TypeVar("T")

@@ -50,7 +50,7 @@ class ServerTask(NamedTuple):
 class Offer(NamedTuple):
     """What a server says before it is played.
 
-    Offer(action="text", kind="string", rules="Walk ...", max_turns=8, actions=("Left",),
+    Offer(action="text", kind="string", rules="Walk ...", max_turns=8, actions=("Left",), styles=("plain", "compact"),
     splits=(("train", "train", 1000), ...)): of each split its name, its type and how many tasks it has.
     """
 
@@ -59,6 +59,7 @@ class Offer(NamedTuple):
     rules: str
     max_turns: int
     actions: tuple[str, ...] | None
+    styles: tuple[str, ...]
     splits: tuple[tuple[str, str, int], ...]
 
 
@@ -106,6 +107,7 @@ class OpenEnv(TextEnv):
         self.max_turns = self.offer.max_turns or self.max_turns
         self.shown, self.success_at = observation, success_at
         self.own_rules, self.server_rules = rules, self.offer.rules
+        self.opening = answers.Opening.model_validate({})  # of the episode
         self.session: Session | None = None
 
     @classmethod
@@ -142,10 +144,11 @@ class OpenEnv(TextEnv):
 
     def task(self) -> dict[str, Any]:
         """Return the arguments of reset(). Beside a task, the seed is that of chance inside the episode."""
+        style = {"style": self.style} if self.style in self.offer.styles else {}
         if not self.level.split:
-            return {"seed": self.level.index}
+            return {"seed": self.level.index, **style}
         noise = {} if self.noise_seed is None else {"seed": self.noise_seed}
-        return {"split": self.level.split, "index": self.level.index, **noise}
+        return {"split": self.level.split, "index": self.level.index, **noise, **style}
 
     def opened(self) -> Any:
         """Return what the server shows at the start of this episode, over a connection of this environment's own."""
@@ -180,6 +183,8 @@ class OpenEnv(TextEnv):
         """Return the action as the server takes it; None for one that it cannot take."""
         if self.actions is not None:
             return self.canonical_action(action)
+        if self.opening.messages is not None:  # a whole answer, which may be blank
+            return action.encode("utf-8", "replace").decode()
         if self.offer.kind != "integer":
             return action.encode("utf-8", "replace").decode() if action.strip() else None
         return int(action) if NUMBER.fullmatch(action.strip()) else None
@@ -200,8 +205,11 @@ class OpenEnv(TextEnv):
         beside = checked(answers.Beside, self.beside, f"The metadata of an observation of {self.where[0]}")
         if self.offer.max_turns:  # a server of openenv_server.py
             opening = checked(answers.Opening, fields, source)
+            if opening.rules or opening.messages:
+                self.opening = opening
             self.server_rules = opening.rules or self.server_rules
             self.actions = tuple(opening.actions or ()) or self.actions
+            self.action_word = opening.action_word or self.action_word
             fields = {key: value for key, value in fields.items() if key not in answers.Opening.model_fields}
         text = readable_field(fields, self.shown) or "(nothing)"
         if len(text) > TEXT:
@@ -220,6 +228,14 @@ class OpenEnv(TextEnv):
 
     def rules(self) -> str:
         return self.own_rules or self.server_rules
+
+    def example(self) -> tuple[str, tuple[str, ...]]:
+        actions = self.opening.example_actions
+        return (self.opening.example_thought, tuple(actions)) if actions else super().example()
+
+    def messages(self) -> list[dict[str, str]] | None:
+        own = self.opening.messages
+        return None if own is None else [message.model_dump() for message in own]
 
     def state_key(self) -> str:
         """Return the server's own, where it has one; else what it shows."""
@@ -264,7 +280,8 @@ def server_offer(url: str, timeout: float, action: str = "") -> Offer:
     reply = request_json(url, "/state", timeout) if "max_turns" in schema.state.properties else {}
     state = checked(answers.State, reply, f"/state of {url}")
     kind = str(fields[names[0]].get("type", "string"))
-    return Offer(names[0], kind, rules, state.max_turns or 0, tuple(state.actions or ()) or None, tasks(url, timeout))
+    known = tuple(state.actions or ()) or None
+    return Offer(names[0], kind, rules, state.max_turns or 0, known, tuple(state.styles), tasks(url, timeout))
 
 
 def tasks(url: str, timeout: float) -> tuple[tuple[str, str, int], ...]:

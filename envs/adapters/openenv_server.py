@@ -15,8 +15,9 @@ from pydantic import Field
 
 from envs import SPLITS, make
 from envs.adapters.base import SESSIONS, TASKS, plain_numbers
-from envs.base import TextEnv
+from envs.base import TextEnv, known
 from envs.guard import OwnPagesOnly, WholeRequests
+from envs.protocol import STYLES
 
 MOST_BYTES = 1 << 20  # of a request or a message: an action and its options
 
@@ -33,6 +34,10 @@ class TextObservation(Observation):
     text: str = Field(default="", description="the state")
     rules: str = Field(default="", description="what there is to do, with the first observation of an episode")
     actions: list[str] | None = Field(default=None, description="all actions there are, or none where it is free text")
+    action_word: str = Field(default="", description="what the rules call an action, with the first observation")
+    example_thought: str = Field(default="", description="how to think before an action, with the first observation")
+    example_actions: list[str] | None = Field(default=None, description="the actions that follow from that thought")
+    messages: list[dict[str, str]] | None = Field(default=None, description="a whole prompt in place of rules")
 
 
 class TextState(State):
@@ -40,6 +45,7 @@ class TextState(State):
 
     max_turns: int = 0
     actions: list[str] | None = None
+    styles: tuple[str, ...] = STYLES  # that `reset` takes
 
 
 class Served(Environment[TextAction, TextObservation, TextState]):
@@ -64,9 +70,13 @@ class Served(Environment[TextAction, TextObservation, TextState]):
         episode_id: str | None = None,
         split: str = "train",
         index: int | None = None,
+        style: str = "plain",
         **_: Any,
     ) -> TextObservation:
-        """Return the level of a task, or of a seed. Beside an index, `seed` is that of chance inside the episode."""
+        """Return the level of a task, or of a seed. Beside an index, `seed` is that of chance inside the episode.
+
+        `style` is that of the protocol in which the client plays: rules and observations are in its words.
+        """
         for what, value in (("seed", seed), ("index", index)):
             if value is not None and (type(value) is not int or value < 0):
                 raise ValueError(f"reset takes {what} as a whole number of 0 or more, not {json.dumps(value)}.")
@@ -75,12 +85,21 @@ class Served(Environment[TextAction, TextObservation, TextState]):
             self.get_task(split, index)
             options |= {} if seed is None else {"noise_seed": seed}
             seed = index
+        self.env.style = known("style", style, STYLES)
         text, info = self.env.reset(seed=seed, options=options)
         self.info = dict(info)
         self.turns, self.episode_id, self.terminated, self.truncated = 0, episode_id, False, False
-        rules, actions = without_surrogates(self.env.rules()), list(self.env.actions) if self.env.actions else None
+        thought, example = self.env.example()
+        own = self.env.messages()
         return TextObservation(
-            text=without_surrogates(text), rules=rules, actions=actions, metadata=self.observation_metadata()
+            text=without_surrogates(text),
+            rules=without_surrogates(self.env.rules()),
+            actions=list(self.env.actions) if self.env.actions else None,
+            action_word=self.env.action_word,
+            example_thought=thought,
+            example_actions=list(example),
+            messages=own and [{key: without_surrogates(value) for key, value in message.items()} for message in own],
+            metadata=self.observation_metadata(),
         )
 
     def step(self, action: TextAction, timeout_s: float | None = None, **_: Any) -> TextObservation:
@@ -90,7 +109,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
         if not (self.terminated or self.truncated):
             name = action.text if self.env.actions is None else self.env.canonical_action(action.text)
             self.info = {**self.info, "action_is_valid": False, "action_is_effective": False}
-            if name is not None and name.strip():
+            if name is not None and (name.strip() or self.env.messages() is not None):
                 gain, terminated, truncated, info = self.env.step(name)[1:]
                 reward, self.info = float(gain), info
                 self.terminated, self.truncated = bool(terminated), bool(truncated)

@@ -71,15 +71,17 @@ def lake() -> Iterator[str]:
         yield url
 
 
-def over_the_wire(url: str, seed: int, split: str = "test", noise_seed: int = 5) -> Episode:
+def over_the_wire(
+    url: str, seed: int, split: str = "test", noise_seed: int = 5, style: str = "plain", per_turn: int = 1
+) -> Episode:
     env = envs.make("openenv", url=url)
-    return Episode(env, Protocol.of(env), seed, split, noise_seed)
+    protocol = Protocol.of(env, style=style, max_actions_per_turn=per_turn)
+    return Episode(env, protocol, seed, split, noise_seed)
 
 
 def itself(like: Episode, name: str, noise_seed: int = 5, **options: Any) -> Episode:
     """The episode that should be the same, without a server."""
-    env = envs.make(name, **options)
-    return Episode(env, Protocol.of(env), like.env.level.index, like.split, noise_seed)
+    return Episode(envs.make(name, **options), like.protocol, like.env.level.index, like.split, noise_seed)
 
 
 ANSWERS = ["Left", "down", "fly", "Right || Up", "", "Up", "\ud800", "Right", "Down", "a" * 60_000, "Left", "Up"]
@@ -98,10 +100,12 @@ def lived(episode: Episode, shift: int) -> Any:
 # -- ours at both ends -------------------------------------------------------------------------------------------------
 
 
-def test_an_episode_over_the_wire_is_the_episode_itself(lake: str) -> None:
+@pytest.mark.parametrize(("style", "per_turn"), [("plain", 1), ("plain", 3), ("compact", 1)])
+def test_an_episode_over_the_wire_is_the_episode_itself(lake: str, style: str, per_turn: int) -> None:
+    """To the word, whatever the style of the protocol, and though one session serves several styles."""
     outcomes = set()
     for seed in range(16):
-        wire = over_the_wire(lake, seed, noise_seed=seed)
+        wire = over_the_wire(lake, seed, "test", seed, style, per_turn)
         direct = itself(wire, "frozen_lake", noise_seed=seed, slippery=True)
         seen = lived(wire, seed)
         assert seen == lived(direct, seed)
@@ -275,6 +279,16 @@ def test_free_text_travels_as_it_is() -> None:
         del envs._ENVS["say"], gymnasium.registry[envs.gymnasium_id(Say)]
 
 
+@pytest.mark.parametrize("answer", ["It is 7.", "", "<answer>7</answer>"])
+def test_prompts_of_your_own_travel_as_they_are(answer: str) -> None:
+    with serving(openenv_server.app_of("prompts", {"system": "Be brief."})) as url:
+        wire = over_the_wire(url, 4)
+        direct = itself(wire, "prompts", system="Be brief.")
+        assert wire.messages[0] == {"role": "system", "content": "Be brief."} and len(wire.messages) == 2
+        assert wire.step(answer) == direct.step(answer)
+        assert wire.done and wire.messages == direct.messages and wire.success == direct.success
+
+
 def test_the_server_says_what_a_client_did_wrong(lake: str) -> None:
     from openenv.core import GenericEnvClient
 
@@ -288,7 +302,13 @@ def test_the_server_says_what_a_client_did_wrong(lake: str) -> None:
                 client.reset(split="test", **wrong)
         first = client.reset(split="test", index=3)
         assert first.observation["actions"] == ["Left", "Down", "Right", "Up"] and not first.done
-        assert first.observation["rules"].startswith("Walk over the frozen lake")
+        assert first.observation["rules"].startswith("You walk over a frozen lake")
+        compact = client.reset(split="test", index=3, style="compact")
+        assert compact.observation["rules"].startswith("Walk over the frozen lake")
+        assert client.reset(split="test", index=3).observation == first.observation, "sentences again"
+        with pytest.raises(RuntimeError, match='no style "plane"'):
+            client.reset(split="test", index=3, style="plane")
+        client.reset(split="test", index=3)
         with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
             client.step({"words": "Left"})
         turn = client.step({"text": "fly"})
@@ -471,7 +491,7 @@ def test_a_server_that_came_back_does_not_go_on_with_an_episode_it_does_not_know
         asyncio.run_coroutine_threadsafe(cut(), openenv_client.loop()).result(10)
         with pytest.raises(ServerError, match="the connection was closed"):
             wire.env.step("Left")
-        assert wire.env.reset(seed=3, options={"split": "test"})[0] == wire.messages[1]["content"].rpartition("\n")[0]
+        assert wire.env.reset(seed=3, options={"split": "test"})[0] == wire.observation
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_a_stock_trainer_plays_and_takes_a_step(
     assert log["reward"] == pytest.approx(log["rewards/FrozenLake/mean"])
     assert log["rewards/success/mean"] == sum(episode_of(game).success for game in games) / 8
     assert log["tools/failure_frequency"] == 0 and log["tools/call_frequency"] > 1
-    assert "Walk over the frozen lake" in heard[0] and "act" in heard[0] and "Turns left" in heard[-1]
+    assert "You walk over a frozen lake" in heard[0] and "act" in heard[0] and "turns left" in heard[-1]
     after = list(trainer.model.parameters())
     assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True)), "nothing was learnt"
 

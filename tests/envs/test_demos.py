@@ -249,7 +249,7 @@ def test_left_out_pairs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
             ["sokoban", "--thought", "next_state", "--pairs", "--options", "sokoban.observation=neighbours"],
             "Set observation=coordinates",
         ),
-        (["prompts"], "prompts"),
+        (["prompts"], "prompts cannot be demonstrated"),
         (["frozen_lake", "--style", "plane"], 'no style "plane". Did you mean "plain"'),
         (["web_shop", "--thought", "plan"], "what the observation does not show in web_shop"),
         (["search_qa", "--thought", "next_state"], "what the observation does not show in search_qa"),

@@ -363,6 +363,7 @@ def test_players_are_those_that_are_there():
 
 def test_demonstrations_fall_back_to_what_there_is(register):
     from posttrain.config.data import Source
+    from posttrain.config.shared import EnvSection
     from posttrain.data import embedded, reading
     from posttrain.types import UserError
 
@@ -374,11 +375,11 @@ def test_demonstrations_fall_back_to_what_there_is(register):
     (row,) = embedded.demonstrations([("say", {})], 1, 0, answers_only=1.0)
     assert row["messages"][2]["content"] == "<think></think><answer>go 2</answer>"
     assert row["messages"][2]["mask_spans"] == [[0, len("<think></think>")]]
-    source = Source(kind="demonstrations", path="embedded", rows=2, envs=["walk"])
+    source = Source(kind="demonstrations", path="embedded", rows=2, envs=[EnvSection(name="walk")])
     with pytest.raises(UserError, match=r"data.sources.0.envs: The environment walk cannot be demonstrated: .*players"):
         list(reading._generated(source, "data.sources.0", 0))
     register(variant(Say, step=lambda self, action: {}["no"]))
-    source = Source(kind="demonstrations", path="embedded", rows=2, envs=["say"])
+    source = Source(kind="demonstrations", path="embedded", rows=2, envs=[EnvSection(name="say")])
     with pytest.raises(UserError, match=r"raised KeyError: 'no'.*env check"):
         list(reading._generated(source, "data.sources.0", 0))
 

@@ -35,7 +35,8 @@ def at(problem: Problem, attempts: int = 4, style: str = "plain") -> MetaMathQA:
 
 
 @pytest.mark.parametrize(
-    ("style", "told"), [("plain", "Your last answer was wrong. Try again."), ("compact", "Not right, try again. Wrong: {}")]
+    ("style", "told"),
+    [("plain", "Your last answer was wrong. Try again."), ("compact", "Not right, try again. Wrong: {}")],
 )
 def test_a_right_answer_is_worth_half_as_much_after_each_wrong_one(style: str, told: str) -> None:
     for wrong in range(4):

@@ -74,9 +74,7 @@ def test_the_observation_the_reward_and_the_end():
     env = make("rubiks_cube", render_mode="ansi")
     env.reset(seed=0)
     env.begin(cubes.CubeLevel(cubes.after(cubes.SOLVED, "U"), True))
-    assert env.observe() == (
-        "Up: W W W W\nRight: B B R R\nFront: R R G G\nDown: Y Y Y Y\nLeft: G G O O\nBack: O O B B"
-    )
+    assert env.observe() == ("Up: W W W W\nRight: B B R R\nFront: R R G G\nDown: Y Y Y Y\nLeft: G G O O\nBack: O O B B")
     env.style = "compact"
     assert env.observe() == "Up WWWW Right BBRR Front RRGG Down YYYY Left GGOO Back OOBB"
     assert env.render().splitlines()[:4] == ["   WW", "   WW", "GG RR BB OO", "OO GG RR BB"]

@@ -51,19 +51,27 @@ def test_thoughts_tags_and_nonsense(monkeypatch, capsys) -> None:
     assert "<think>a</think><answer>\nDown\n</answer>\n[reward 0]" in shown
     assert "<think>Up\n[reward 0, penalty -0.1, invalid answer]" in shown
     assert "<think></think><answer>fly</answer>\n[reward 0, penalty -0.1, invalid answer]" in shown
-    assert "Invalid answer" in shown
+    assert "That was not a valid answer. " in shown and '"fly" is not one of the actions.' in shown
     assert shown.endswith("Not solved after 4 turns, 2 of them invalid, return -0.2. Ended by you.\n")
 
 
 def test_the_turns_run_out(monkeypatch, capsys) -> None:
     shown = played("fly\n" * 9, "sokoban", "--turns", "1", monkeypatch=monkeypatch, capsys=capsys)
-    assert "At most 1 turn, one action. Reply" in shown
+    assert "You answer once. First, think step by step" in shown
     assert shown.endswith("1 turn, 1 of them invalid, return -0.1. Out of turns.\n")
+
+
+def test_other_words_and_whole_answers(monkeypatch, capsys) -> None:
+    shown = played("fly\n", "sokoban", "--turns", "1", "--style", "compact", monkeypatch=monkeypatch, capsys=capsys)
+    assert "At most 1 turn, one action. Reply" in shown
+    shown = played("# The result is 7.\n", "prompts", monkeypatch=monkeypatch, capsys=capsys)
+    assert "you> # The result is 7.\n[reward " in shown and "system" not in shown
 
 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
+        (["frozen_lake", "--style", "plane"], 'Did you mean "plain"'),
         (["frozen_lak"], 'Did you mean "frozen_lake"'),
         (["frozen_lake", "siz=4"], 'Did you mean "size"'),
         (["frozen_lake", "size"], "name=value"),
