@@ -26,6 +26,7 @@ from tiny_runs import unheard
 
 import envs
 from envs.protocol import Protocol
+from envs.wording import system_text
 from posttrain import config
 from posttrain.config import suggestions
 from posttrain.config.chat import ChatRun
@@ -56,14 +57,15 @@ SCRIPTS = {
     "inference_with_improved_settings": "chat",
 }
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
-RUN_FILES = [file for file in FILES if file.parent.name not in ("presets", "accelerate")]
+PROTOCOLS = [file for file in FILES if file.parent.name == "protocols"]
+RUN_FILES = [file for file in FILES if file.parent.name not in ("presets", "protocols", "accelerate")]
 
 
 def schema_of(file: Path) -> Any:
     if file.parent.name == "models":  # a base model begins with phase 1, one that talks may begin with phase 3
         return StarPORun if "envs" in read_yaml(file) else SFTRun
     others = {"variants": EvaluateRun, "pairs": PairsRun, "answers": PairsRun}
-    others |= {"mixture": StarPORun, "own_environment": StarPORun}
+    others |= {"mixture": StarPORun, "own_environment": StarPORun, "gsm8k": StarPORun}
     return FOLDERS.get(file.parent.name) or (RUNS | others)[file.stem]
 
 
@@ -119,9 +121,11 @@ def test_the_environments_a_file_names_exist_and_take_its_options(file):
     if isinstance(cfg, EvaluateRun) and cfg.suites.envs:
         played = cfg.suites.envs.envs
     for env in played:
-        assert open_or_skip(env.name, **env.options).name == env.name
+        local = {"path": str(ROOT / "tests/fixtures/gsm8k/rows.jsonl"), "config": None} if file.stem == "gsm8k" else {}
+        assert open_or_skip(env.name, **env.options | local).name == env.name
     for source in cfg.data.sources if isinstance(cfg, SFTRun) else []:
-        assert set(source.envs or []) <= set(envs.names())
+        for env in source.envs or []:
+            assert open_or_skip(env.name, **env.options).name == env.name
 
 
 def test_every_environment_has_a_file_that_writes_out_its_options():
@@ -251,16 +255,17 @@ def test_a_key_of_phase_3_is_set_in_a_file_or_names_its_source():
     """An option that no file uses and that neither a paper nor RAGEN, verl-agent or TRL has helps nobody."""
     files = [*PRESETS.glob("*.yaml"), *(file for file in RUN_FILES if schema_of(file) is StarPORun)]
     written = set().union(*(keys_written(yaml.safe_load(file.read_text())) for file in files))
+    written |= set().union(*(keys_written(yaml.safe_load(file.read_text()), "protocol.") for file in PROTOCOLS))
     source = re.compile(r"RAGEN|TRL|verl|GRPO|arXiv")
     keys = {key: said for key, said in leaves(StarPORun).items() if not key.startswith(OTHER_SCRIPTS)}
     assert len(keys) > 50
     assert [key for key, said in keys.items() if key not in written and not source.search(said)] == []
 
 
-def test_phase_3_has_at_most_85_keys_of_its_own():
+def test_phase_3_has_at_most_91_keys_of_its_own():
     keys = {key for key in leaves(StarPORun) if key.partition(".")[0] not in TrainingRun.model_fields}
     own = {key for key in keys if not key.startswith(OTHER_SCRIPTS)} | set(OTHER_SCRIPTS)
-    assert len(own) <= 85
+    assert len(own) <= 91
 
 
 def test_every_section_is_strict():
@@ -455,10 +460,23 @@ def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
 
 def test_an_environment_by_its_name_alone_has_no_keys_yet():
     quickstart = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
-    message = complaint(StarPORun, quickstart, "envs.0.weight=2")
+    message = complaint(StarPORun, quickstart, "envs=[frozen_lake, sokoban]", "envs.0.weight=2")
     assert "has no keys. Write `envs.0={name: frozen_lake, weight: ...}`." in message
-    written = config.resolve(StarPORun, quickstart, ["envs.0={name: frozen_lake, weight: 2}"])
+    written = config.resolve(StarPORun, quickstart, ["envs=[{name: frozen_lake, weight: 2}, sokoban]"])
     assert [env.weight for env in written.envs] == [2, 1]
+
+
+@pytest.mark.parametrize("file", PROTOCOLS, ids=named)
+def test_a_protocol_preset_is_under_the_keys_that_are_written(file):
+    section = config.ProtocolSection.model_validate({"preset": file.stem, "max_turns": 3})
+    assert section.max_turns == 3
+    given = {key: value for key, value in section.arguments().items() if key != "max_turns"}
+    env = envs.make("frozen_lake")
+    assert given | yaml.safe_load(file.read_text()) == given | {"max_turns": 5}
+    text = system_text(env, Protocol.of(env, max_turns=3, **given))
+    assert env.rules() in text and "up to 5 actions in a turn" in text
+    told = complaint(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", "protocol.preset=verl")
+    assert "protocol.preset (on the command line): 'verl' is not one of ragen" in told
 
 
 def test_a_source_may_be_a_path_alone_and_has_the_kind_that_its_phase_reads() -> None:
@@ -756,7 +774,8 @@ def test_a_config_of_another_script_is_told_by_its_name(tmp_path):
         for file in [*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/quickstart/*.yaml")]:
             if file.name == "variants.yaml":
                 continue
-            others = {"mixture": "phase3_starpo", "own_environment": "phase3_starpo", "answers": "pairs"}
+            others = {"mixture": "phase3_starpo", "own_environment": "phase3_starpo", "gsm8k": "phase3_starpo"}
+            others["answers"] = "pairs"
             own = others.get(file.stem, file.stem)
             if own == name:
                 continue

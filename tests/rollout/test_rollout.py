@@ -57,10 +57,12 @@ def model(request: pytest.FixtureRequest, tiny_chat: Chat) -> PreTrainedModel:
     return ConvGPTForCausalLM(config).eval()
 
 
-def episodes(count: int, env: str = "frozen_lake", **protocol: Any) -> list[Episode]:
+def episodes(count: int, env: str = "frozen_lake", style: str = "compact", **limits: Any) -> list[Episode]:
+    """In few words by default, which the sizes of the contexts here are made for."""
+    options = {"observation": "neighbours"} if style == "compact" else {}
+    protocol = Protocol(**{"max_turns": 3, "style": style, **limits})
     return [
-        Episode(envs.make(env), Protocol(**{"max_turns": 3, **protocol}), seed=i // 2, split="train", noise_seed=i)
-        for i in range(count)
+        Episode(envs.make(env, **options), protocol, seed=i // 2, split="train", noise_seed=i) for i in range(count)
     ]
 
 
@@ -108,13 +110,18 @@ def whole(trajectory: Trajectory) -> Segment:
 
 
 @pytest.mark.parametrize(
-    "mode, forced", [*((mode, False) for mode in MODES), ("full, tight", True), ("summary of 3", True)]
+    "mode, forced, style",
+    [
+        *((mode, False, "compact") for mode in MODES),
+        *((mode, True, "compact") for mode in ("full, tight", "summary of 3")),
+        *((mode, False, "plain") for mode in ("full", "last 2", "summary of 3")),
+    ],
 )
 def test_trained_tokens_are_the_sampled_ones_under_the_context_they_had(
-    model: PreTrainedModel, tiny_chat: Chat, mode: str, forced: bool
+    model: PreTrainedModel, tiny_chat: Chat, mode: str, forced: bool, style: str
 ) -> None:
     """Of every segment: one plain forward pass gives the sampler's log-probs back, and the mask marks nothing else."""
-    played = episodes(3, max_turns=4, force_think=forced)
+    played = episodes(3, style=style, max_turns=4, force_think=forced)
     sampler = open_sampler(model, tiny_chat)
     trajectories = play(sampler, tiny_chat, played, PARAMS, list(range(3)), slots=2, context=MODES[mode])
     for trajectory in trajectories:
@@ -450,7 +457,7 @@ def test_an_environment_may_misbehave_anywhere(tiny_chat: Chat, monkeypatch: pyt
         raise KeyError("no state")
 
     monkeypatch.setattr(played[0].env, "state_key", broken)
-    monkeypatch.setattr(played[1], "_user_text", lambda *args: "half a pair: \ud800")
+    monkeypatch.setattr(played[1].env, "observe", lambda: "half a pair: \ud800")
     moves = [["<think>a</think><answer>Jump</answer>"] * 3] * 3
     one, two, healthy = play(Scripted(tiny_chat, moves), tiny_chat, played, PARAMS, [0, 1, 2])
     assert one.crashed.startswith("KeyError") and two.crashed.startswith("UserError")
