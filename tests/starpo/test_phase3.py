@@ -49,15 +49,16 @@ from posttrain.starpo.run import environments_of_groups, refuse_crashes
 from posttrain.starpo.run_state import RunState
 from posttrain.types import Segment, Trajectory, UserError
 
-LAKE = {"name": "frozen_lake", "options": {"size": 3}}
+LAKE: dict[str, Any] = {"name": "frozen_lake", "options": {"size": 3, "observation": "neighbours"}}
+LIMITS: dict[str, Any] = {"max_turns": 3, "max_actions": 3, "style": "compact"}  # words that a tiny model learns
 
 
 def taught(folder: Path, tokenizer: PreTrainedTokenizerFast, steps: int, layers: int = 1) -> Path:
     """A tiny ConvGPT that has read flawed policies on 3x3 lakes for `steps` batches: the format, hardly any skill."""
     torch.manual_seed(0)
-    protocol = Protocol(max_turns=3, max_actions=3)
+    protocol, options = Protocol(**LIMITS), LAKE["options"]
     mix = {"nearer": 0.35, "safe": 0.35, "random": 0.3}
-    seen = [demonstrate(envs.make("frozen_lake", size=3), protocol, i, "train", mix) for i in range(512)]
+    seen = [demonstrate(envs.make("frozen_lake", **options), protocol, i, "train", mix) for i in range(512)]
     words = tokenizer.train_new_from_iterator([m["content"] for messages in seen for m in messages], 600)
     chat = Chat.load(words, None)
     config = ConvGPTConfig(
@@ -91,7 +92,7 @@ def settings(file: Path, player: Path, **sections: Any) -> Path:
         "report_to": "none",
         "model": {"name_or_path": str(player)},
         "envs": [LAKE],
-        "protocol": {"max_turns": 3, "max_actions": 3},
+        "protocol": LIMITS,
         "rollout": {"groups": 4, "num_generations": 4, "max_completion_length": 32, "max_context": 512},
         "algorithm": {"num_iterations": 2, "minibatches": 2},
         "trainer": {"max_steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": 2048, "bf16": False},
@@ -539,7 +540,7 @@ def test_resuming_changes_nothing_in_contexts_of_several_segments(
 def test_all_evaluations_agree_on_the_same_weights(whole: Path, tmp_path: Path) -> None:
     """The closing one of phase 3, its card, and evaluate_model.py: level by level, at temperature 1."""
     suite = {
-        "envs": [LAKE], "episodes": 8, "protocol": {"max_turns": 3, "max_actions": 3}, "settings": ["sampled"],
+        "envs": [LAKE], "episodes": 8, "protocol": LIMITS, "settings": ["sampled"],
         "max_completion_length": 32, "max_context": 512,
     }  # fmt: skip
     given = {

@@ -43,8 +43,8 @@ BASE: dict[str, Any] = {
     "device": "cpu",
     "report_to": "none",
     "model": {"name_or_path": "unused"},
-    "envs": [{"name": "sokoban", "options": {"size": 5}}],
-    "protocol": {"max_turns": 3, "max_actions": 6, "format_penalty": 0.0},
+    "envs": [{"name": "sokoban", "options": {"size": 5, "observation": "neighbours"}}],
+    "protocol": {"max_turns": 3, "max_actions": 6, "format_penalty": 0.0, "style": "compact"},
     "rollout": {"groups": 4, "num_generations": 4, "max_completion_length": 40, "max_context": 1024},
     "trainer": {"learning_rate": 0.3, "max_grad_norm": 1e9, "micro_batch_tokens": 128},
 }
@@ -608,6 +608,10 @@ LAST = ("rollout.context=last_k", "rollout.context_turns=1")
 Seen = Callable[[list[list[Trajectory]], Engine], Any]
 firsts: Seen = lambda groups, engine: [s.first_turn for s in groups[0][0].segments]  # noqa: E731
 summed_up: Seen = lambda groups, e: ["Turn 1" in e.chat.decode(s.ids) for s in groups[0][0].segments]  # noqa: E731
+reads: Callable[[str], Seen] = lambda text: lambda groups, e: [  # noqa: E731
+    text in e.chat.decode(groups[0][0].segments[0].ids[: groups[0][0].segments[0].turn_starts[0]]),
+    "Turns left" in e.chat.decode(groups[0][0].segments[0].ids),
+]
 fits: Seen = lambda groups, engine: max(t.context for t in groups[0]) <= 420  # noqa: E731
 penalties: Seen = lambda groups, engine: groups[0][0].turn_penalties  # noqa: E731
 actions: Seen = lambda groups, engine: groups[0][0].actions  # noqa: E731
@@ -642,6 +646,23 @@ invalid: Seen = lambda groups, engine: groups[0][0].invalid_turns  # noqa: E731
         case("protocol.max_actions_per_turn=2", said=answer("Up || Down"), seen=actions, expected=["Up", "Down"] * 3),
         case("protocol.max_actions=2", said=answer("Up"), seen=actions, expected=["Up", "Up"]),
         case("protocol.think=false", said="<answer>Up</answer>", seen=invalid, expected=0),
+        case("protocol.style=plain", said=answer("Up"), seen=reads("You have 3 turns left."), expected=[True, False]),
+        case(
+            "protocol={style: plain, preset: ragen, max_turns: 3}", said=answer("Up"), seen=reads("Strictly follow"),
+            expected=[True, False],
+        ),
+        case(
+            "protocol.system=You are {{ actions | length }}.", "protocol.style=plain", said=answer("Up"),
+            seen=reads("You are 4."), expected=[True, False],
+        ),
+        case(
+            "protocol.example=Say Up", "protocol.style=plain", said=answer("Up"), seen=reads("For example:\nSay Up"),
+            expected=[True, False],
+        ),
+        case(
+            "protocol.feedback=So {{ turn }}", "protocol.style=plain", said=answer("Up"), seen=reads("So 1"),
+            expected=[True, False],
+        ),
         case(PENALTY, said="no", seen=penalties, expected=[-0.5] * 3),
         case("protocol.force_think=true", said=answer("Up").removeprefix("<think>"), seen=invalid, expected=0),
     ],
