@@ -35,10 +35,14 @@ class Episode:
         self.actions: list[str] = []
         own = env.messages()
         self.own_words = own is not None  # the environment writes all messages itself
-        self.messages: list[Message] = own or [
-            {"role": "system", "content": system_text(env, protocol)},
-            {"role": "user", "content": user_text(env, protocol, self._view(None))},
-        ]
+        if own is None:
+            own = [
+                {"role": "system", "content": system_text(env, protocol)},
+                {"role": "user", "content": user_text(env, protocol, self._view(None))},
+            ]
+        if not own or own[-1]["role"] != "user":
+            raise ValueError(f"messages() of {env.name} returned {own!r:.80}, which does not end with a user message")
+        self.messages: list[Message] = own
         self.first_messages = len(self.messages)  # before the first answer
 
     @property

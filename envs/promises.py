@@ -1,5 +1,4 @@
-"""What does an environment promise, and which promises does it break?  A function for each promise, a sentence for each
-breach; `posttrain env check` runs them all."""
+"""What does an environment promise, and which promises does it break?  A function each, which says so in sentences."""
 
 from __future__ import annotations
 
@@ -269,11 +268,8 @@ def _wrong_step(env: TextEnv, action: str, before: str, result: Any) -> Iterator
 def play_in_the_protocol(subject: Subject) -> Iterator[str]:
     """A model can be told the rules, and its answers reach the environment."""
     env, protocol = subject.at(0), subject.protocol
-    own, rules = env.messages(), env.rules()  # who writes all messages needs no rules
-    if own is None and not (isinstance(rules, str) and rules.strip()):
-        yield f"rules() returned {rules!r}, not the text that begins the system message."
-    if own is not None and (not own or own[-1]["role"] != "user" or not own[-1]["content"].strip()):
-        yield f"messages() returned {own!r:.80}, which does not end with a user message for the model to answer."
+    if env.messages() is None and not (isinstance(env.rules(), str) and env.rules().strip()):
+        yield f"rules() returned {env.rules()!r}, not the text that begins the system message."
     if not isinstance(env.observe(), str) or not env.observe().strip():
         yield f"observe() returned {env.observe()!r}, not the text of the state."
     for action in env.actions or ():

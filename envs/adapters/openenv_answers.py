@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
@@ -14,6 +15,10 @@ TEXT = 100_000  # characters of the longest text that is shown
 
 class ServerError(NoAnswer, ConnectionError, ValueError):
     """A server that cannot be reached, is gone, is too slow, or says that something went wrong."""
+
+
+class NotOffered(ServerError):
+    """The server answers, but does not have this."""
 
 
 class JsonSchema(BaseModel):
@@ -93,3 +98,13 @@ def checked(kind: type[T], value: Any, source: str) -> T:
         first = error.errors(include_input=False, include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the whole"
         raise ServerError(f"{source} cannot be understood: {place}: {first['msg']}.") from None
+
+
+def readable_field(data: dict[str, Any], field: str) -> str:
+    """Return the field of an observation that is to be read, `text` unless another is named; else all, a line each."""
+    field = field or ("text" if "text" in data else "")
+    if field and field not in data:
+        raise ServerError(f'The observation has no field "{field}", only {", ".join(data)}: name one of them.')
+    if field:
+        return data[field] if isinstance(data[field], str) else json.dumps(data[field])
+    return "\n".join(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in data.items())

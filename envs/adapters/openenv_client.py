@@ -27,7 +27,7 @@ import numpy as np
 
 from envs.adapters import openenv_answers as answers
 from envs.adapters.base import SEEDS, Lender, package
-from envs.adapters.openenv_answers import MESSAGE, TEXT, ServerError, checked
+from envs.adapters.openenv_answers import MESSAGE, TEXT, NotOffered, ServerError, checked, readable_field
 from envs.base import TextEnv, split_by_hash
 from envs.web import is_address
 
@@ -106,7 +106,7 @@ class OpenEnv(TextEnv):
         self.config = (url.rstrip("/"), self.offer.splits)
         self.max_turns = self.offer.max_turns or self.max_turns
         self.shown, self.success_at = observation, success_at
-        self.own_rules, self.server_rules = rules, self.offer.rules
+        self.own_rules = rules
         self.opening = answers.Opening.model_validate({})  # of the episode
         self.session: Session | None = None
 
@@ -207,7 +207,6 @@ class OpenEnv(TextEnv):
             opening = checked(answers.Opening, fields, source)
             if opening.rules or opening.messages:
                 self.opening = opening
-            self.server_rules = opening.rules or self.server_rules
             self.actions = tuple(opening.actions or ()) or self.actions
             self.action_word = opening.action_word or self.action_word
             fields = {key: value for key, value in fields.items() if key not in answers.Opening.model_fields}
@@ -227,7 +226,7 @@ class OpenEnv(TextEnv):
         return self.text
 
     def rules(self) -> str:
-        return self.own_rules or self.server_rules
+        return self.own_rules or self.opening.rules or self.offer.rules
 
     def example(self) -> tuple[str, tuple[str, ...]]:
         actions = self.opening.example_actions
@@ -247,16 +246,6 @@ class OpenEnv(TextEnv):
         vars(twin).update({key: copy.deepcopy(value, memo) for key, value in vars(self).items() if key != "session"})
         twin.session = None
         return twin
-
-
-def readable_field(data: dict[str, Any], field: str) -> str:
-    """Return the field of an observation that is to be read, `text` unless another is named; else all, a line each."""
-    field = field or ("text" if "text" in data else "")
-    if field and field not in data:
-        raise ServerError(f'The observation has no field "{field}", only {", ".join(data)}: name one of them.')
-    if field:
-        return data[field] if isinstance(data[field], str) else json.dumps(data[field])
-    return "\n".join(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in data.items())
 
 
 # -- before play -------------------------------------------------------------------------------------------------------
@@ -297,10 +286,6 @@ def tasks(url: str, timeout: float) -> tuple[tuple[str, str, int], ...]:
         return ()
     sizes = [min(checked(answers.Count, count, f"{path}/num_tasks of {url}").num_tasks, SEEDS) for count in counts]
     return tuple((split.name, split.type, size) for split, size in zip(splits, sizes, strict=True) if size > 0)
-
-
-class NotOffered(ServerError):
-    """The server answers, but does not have this."""
 
 
 def request_json(url: str, path: str, timeout: float, data: dict[str, Any] | None = None) -> Any:

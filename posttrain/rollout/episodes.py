@@ -148,9 +148,8 @@ def play(
 ) -> list[Trajectory]:
     """Play every episode to its end and return the trajectories in the order of `episodes`.
 
-    An episode is truncated if not even the system message and the current turn fit into the context; at its first turn
-    this is a crash, and a UserError if it happens to all. An environment that raises ends its own episode alone, and
-    `crashed` says how.
+    If not even the system message and the current turn fit into the context, an episode is truncated; at its first turn
+    it crashes, and a UserError is raised if all do at the start. An environment that raises ends its own episode alone.
 
     Args:
         episodes: of `set_up`; a Trajectory among them, which records a crash, is returned as it is.
@@ -173,7 +172,7 @@ def play(
             trajectories[i].seed = seeds[i]
         begun = [i for i in new if i in games and games[i].begin()]
         new_games = [games[i] for i in new if i in games]
-        if new_games and not begun and all(game.too_long for game in new_games):
+        if new_games and not begun and not new.start and all(game.too_long for game in new_games):
             raise UserError(
                 f"{new_games[0].trajectory.crashed}, and a turn of {params.max_new_tokens} more does not fit into"
                 f" max_context={context.max_tokens}. Raise it, or lower max_completion_length."

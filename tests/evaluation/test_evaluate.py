@@ -371,8 +371,12 @@ def test_variants_of_an_environment_stand_in_one_table(tmp_path: Path, checkpoin
     )
     found = json.loads((out / "results.json").read_text())["checkpoints"]["base"]["envs"]
     assert set(found) == {"frozen_lake", "larger", "new symbols"}
-    told = {row["part"]: row["messages"][0]["content"] for row in map(json.loads, (out / "transcripts.jsonl").open())}
-    assert "3 x 3" in told["frozen_lake"] and "5 x 5" in told["larger"] and "H hole" in told["new symbols"]
+    told = {
+        row["part"]: [m["content"] for m in row["messages"]]
+        for row in map(json.loads, (out / "transcripts.jsonl").open())
+    }
+    sides = {part: len(texts[1].partition("\n\n")[0].splitlines()) for part, texts in told.items()}
+    assert sides == {"frozen_lake": 3, "larger": 5, "new symbols": 4} and "H is a hole" in told["new symbols"][0]
     page = (out / "report.html").read_text()
     assert "larger" in page and "new symbols" in page
 

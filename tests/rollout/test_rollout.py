@@ -334,6 +334,21 @@ def test_where_not_even_the_current_turn_fits_the_episode_is_truncated(
         assert trajectory.context <= prompt + 40 and len(trajectory.segments) == 1
 
 
+def test_an_added_episode_that_does_not_fit_crashes_and_the_others_are_kept(tiny_chat: Chat) -> None:
+    played, seeds = episodes(2), [0, 1]
+    room = Context(max_tokens=len(tiny_chat.prompt(played[0].messages)) + 40)
+
+    def add(ended: list[Trajectory]) -> None:
+        if len(played) == 2:
+            played.extend(episodes(1, style="plain"))  # many more words
+            seeds.append(2)
+
+    moves = [["<think>hm</think><answer>Jump</answer>"] * 3]
+    first, second, added = play(Again(tiny_chat, moves), tiny_chat, played, PARAMS, seeds, context=room, done=add)
+    assert not first.crashed and not second.crashed and first.turns > 0
+    assert added.crashed.startswith("The first prompt of frozen_lake takes ") and added.turns == 0
+
+
 def test_a_forced_tag_is_read_and_parsed_but_not_trained(tiny_chat: Chat) -> None:
     cases = (True, "<think>", "a</think><answer>Jump || Up</answer>"), (False, "<answer>", "Up</answer>")
     for think, opening, rest in cases:

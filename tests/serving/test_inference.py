@@ -461,6 +461,14 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
 
 # ------------------------------------------------------------------------------------------------------------- playing
 
+COMPACT = Protocol(style="compact")
+
+
+def as_played(name: str) -> envs.TextEnv:
+    """The environment with the options of the quickstart's chat."""
+    played = config.resolve(ChatRun, ROOT / "configs" / "quickstart" / "chat.yaml").envs
+    return envs.make(name, **next(env.options for env in played if env.name == name))
+
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_play_shows_the_episodes_that_rollouts_would_play(
@@ -468,7 +476,7 @@ def test_play_shows_the_episodes_that_rollouts_would_play(
 ) -> None:
     said = says("--play", name, "--episodes", "2", "max_completion_length=10")
     seeds = [derive_seed(0, name, n) for n in range(2)]
-    games = [Episode(envs.make(name), Protocol(), seed, "test") for seed in seeds]
+    games = [Episode(as_played(name), COMPACT, seed, "test") for seed in seeds]
     played = rollout_play(sampler(generator), generator.chat, games, SamplingParams(10), seeds)
     seen = [call.ids + call.said for call in recorded[7::8]]  # the last turns
     assert seen == [trajectory.segments[0].ids for trajectory in played]

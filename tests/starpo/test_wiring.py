@@ -599,19 +599,28 @@ class Engine(ReplaySampler):
         return said
 
 
+Seen = Callable[[list[list[Trajectory]], Engine], Any]
+
+
 def answer(text: str) -> str:
     return f"<think>so</think><answer>{text}</answer>"
 
 
+def reads(text: str) -> Seen:
+    """Whether the model reads a text before its first answer, and whether it reads compact words at all."""
+
+    def seen(groups: list[list[Trajectory]], engine: Engine) -> list[bool]:
+        segment = groups[0][0].segments[0]
+        first, whole = (engine.chat.decode(segment.ids[:end]) for end in (segment.turn_starts[0], None))
+        return [text in first, "Turns left" in whole]
+
+    return seen
+
+
 PENALTY = "protocol.format_penalty=-0.5"
 LAST = ("rollout.context=last_k", "rollout.context_turns=1")
-Seen = Callable[[list[list[Trajectory]], Engine], Any]
 firsts: Seen = lambda groups, engine: [s.first_turn for s in groups[0][0].segments]  # noqa: E731
 summed_up: Seen = lambda groups, e: ["Turn 1" in e.chat.decode(s.ids) for s in groups[0][0].segments]  # noqa: E731
-reads: Callable[[str], Seen] = lambda text: lambda groups, e: [  # noqa: E731
-    text in e.chat.decode(groups[0][0].segments[0].ids[: groups[0][0].segments[0].turn_starts[0]]),
-    "Turns left" in e.chat.decode(groups[0][0].segments[0].ids),
-]
 fits: Seen = lambda groups, engine: max(t.context for t in groups[0]) <= 420  # noqa: E731
 penalties: Seen = lambda groups, engine: groups[0][0].turn_penalties  # noqa: E731
 actions: Seen = lambda groups, engine: groups[0][0].actions  # noqa: E731
