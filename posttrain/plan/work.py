@@ -14,7 +14,7 @@ from envs.episode import Episode
 from envs.protocol import format_response
 from posttrain.config import DPORun, Source, StarPORun
 from posttrain.rollout import RAISED, most_turns, new_episode
-from posttrain.types import Trajectory
+from posttrain.types import Trajectory, UserError
 
 # Characters of a token in prose with numbers: SmolLM2's tokenizer makes 170 tokens of 522 in GSM8K and a template.
 CHARACTERS = 3.5
@@ -118,7 +118,11 @@ class Episodes(NamedTuple):
 
 def _texts(cfg: StarPORun, number: int) -> tuple[float, float]:
     """Return the characters of an environment's first prompt, and of its reply to an action."""
-    episode = new_episode(cfg.envs[number], cfg.protocol, 0, "train", 0)
+    section = cfg.envs[number]
+    try:
+        episode = new_episode(section, cfg.protocol, 0, "train", 0)
+    except (TypeError, ValueError) as problem:
+        raise UserError(f"envs.{number} ({section.title}): {problem}") from problem
     if isinstance(episode, Trajectory):  # the environment raised, which the run will report
         return 1000.0, 200.0
     prompt = sum(len(message["content"]) for message in episode.messages)

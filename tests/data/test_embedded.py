@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_runs import ROOT, python
@@ -80,10 +81,16 @@ def test_a_row_depends_on_seed_and_place_only(generate):
 
 
 def test_demonstrations_follow_from_their_number_and_alternate():
-    environments = ["frozen_lake", "sokoban"]
-    rows = list(embedded.demonstrations(environments, 8, 0))
-    assert [row["env"] for row in rows] == environments * 4
-    assert rows[:3] == list(embedded.demonstrations(environments, 3, 0))
+    played: list[tuple[str, dict[str, Any]]] = [("frozen_lake", {"size": 3}), ("sokoban", {})]
+    rows = list(embedded.demonstrations(played, 8, 0))
+    assert [row["env"] for row in rows] == ["frozen_lake", "sokoban"] * 4
+    assert rows[:3] == list(embedded.demonstrations(played, 3, 0))
+    system, first = (message["content"] for message in rows[0]["messages"][:2])
+    assert "P is you" in system and len(first.partition("\n\n")[0].splitlines()) == 3
+    compact = next(iter(embedded.demonstrations(played, 1, 0, style="compact")))["messages"]
+    assert compact[0]["content"].startswith("Walk over the frozen lake to the goal.") and len(compact) == len(
+        rows[0]["messages"]
+    )
     assert len({users(row["messages"]) for row in rows}) == 8
 
 
@@ -318,7 +325,7 @@ def test_open_prompts_are_distinct_and_bounded():
 
 
 def test_masked_thoughts_leave_the_answer(chat):
-    rows = list(embedded.demonstrations(["frozen_lake"], 60, 0, answers_only=0.5))
+    rows = list(embedded.demonstrations([("frozen_lake", {})], 60, 0, answers_only=0.5))
     masked = [row for row in rows if any("mask_spans" in message for message in row["messages"])]
     assert 15 < len(masked) < 45
     encoded = chat.encode(masked[0]["messages"])

@@ -71,7 +71,9 @@ def test_every_config_file_has_a_plan(capsys: pytest.CaptureFixture[str], tmp_pa
     monkeypatch.setattr(Shape, "of", counted_once)
     assert len(known) >= 22
     for kind, file in known:
-        cfg = resolve(kind, file)
+        rows = ROOT / "tests" / "fixtures" / "gsm8k" / "rows.jsonl"  # in place of the data set on the Hub
+        local = [f"envs.0.options.path={rows}", "envs.0.options.config=null"] if file.name == "gsm8k.yaml" else []
+        cfg = resolve(kind, file, local)
         if MISSING and any(env.name == "deep_coder" for env in getattr(cfg, "envs", [])):
             continue
         plan.print_plan(cfg, "all", str(file))
@@ -99,6 +101,18 @@ def test_the_hours_in_the_config_files_are_those_of_the_plan(
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ("{name: prompts, options: {path: no_such.jsonl}}", "there is no file no_such.jsonl"),
+        ("{name: frozen_lake, label: ice, options: {size: 1}}", "frozen_lake needs size from 2"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_named(env: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"envs\.0 \((prompts|ice)\): .*{told}"):
+        phase3.main(["--plan", "A10G", f"envs=[{env}]", f"output_dir={tmp_path / 'run'}"])
 
 
 def test_a_device_on_which_a_run_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
