@@ -362,12 +362,13 @@ def test_role_headers_and_actions_are_short(chat):
 
 def test_the_real_filters_leave_most_of_it(chat):
     from posttrain.config.data import DataSection, Source
+    from posttrain.config.shared import EnvSection
 
     sft = DataSection(
         sources=[
             Source(kind="openmathinstruct", path="embedded", rows=200),
             Source(kind="capybara", path="embedded", rows=200),
-            Source(kind="demonstrations", path="embedded", rows=20, envs=["frozen_lake"]),
+            Source(kind="demonstrations", path="embedded", rows=20, envs=[EnvSection(name="frozen_lake")]),
         ],
         max_length=1024,
     )
