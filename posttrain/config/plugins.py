@@ -34,8 +34,10 @@ installed package. Nothing is imported from a model's folder or a data file. exa
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from envs import TextEnv, by_path as paths
@@ -83,6 +85,26 @@ def by_path(path: str, key: str) -> Callable[..., Any]:
     except ValueError:  # a function of C, whose parameters nobody can ask for
         pass
     return function
+
+
+def call(path: str, key: str, *arguments: object) -> Any:
+    """Return what the function that a key of the config names returns for these arguments.
+
+    Raises:
+        UserError: there is no such function, or it raised; says in which line of its file.
+    """
+    function = by_path(path, key)
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if "OutOfMemory" in type(error).__name__:  # torch's own, which says more than this would
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == inspect.getsourcefile(inspect.unwrap(function))]
+        place = (own or frames)[-1]
+        raise UserError(
+            f"`{key}: {path}` raised {one_line(error)} ({Path(place.filename).name}, line {place.lineno})."
+        ) from error
 
 
 def check_parser(section: ProtocolSection, env: TextEnv) -> None:

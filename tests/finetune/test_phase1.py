@@ -692,7 +692,7 @@ def test_a_folder_in_use_is_left_as_it_is(whole: Path, files: Phase) -> None:
 
 def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files)
-    with pytest.raises(UserError, match="previous phase"):
+    with pytest.raises(UserError, match="earlier phase"):
         train(file, "model.name_or_path=runs/none/final")
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(UserError):
@@ -723,6 +723,9 @@ def test_what_cannot_be_set_up_is_a_mistake_to_fix(
     train(file, "trainer.max_steps=1")  # the folder is still free
 
 
+PAIRS = "data.sources=[PAIRS.jsonl]  (PAIRS.jsonl: your own pairs of answers)"  # not those of the Hub
+
+
 @pytest.mark.parametrize(
     ("config_file", "device", "command"),
     [
@@ -733,8 +736,12 @@ def test_what_cannot_be_set_up_is_a_mistake_to_fix(
         ),
         ("configs/phase1_sft.yaml", "cuda", "--config configs/phase2_dpo.yaml model.name_or_path=f"),
         ("configs/phase1_sft.yaml", "cpu", "--config configs/phase2_dpo.yaml model.name_or_path=f device=cpu"),
-        ("mine.yaml", "cpu", "model.name_or_path=f device=cpu"),  # the reference run's own file, which names a GPU
-        ("mine.yaml", "cuda", "model.name_or_path=f"),
+        (
+            "mine.yaml",
+            "cpu",
+            f"model.name_or_path=f device=cpu {PAIRS}",
+        ),  # the reference run's own file, which names a GPU
+        ("mine.yaml", "cuda", f"model.name_or_path=f {PAIRS}"),
     ],
 )
 def test_what_comes_next_runs_on_this_device(
@@ -753,7 +760,7 @@ def test_what_comes_next_is_the_command_where_that_is_how_one_began(
     for given, words in (
         ("configs/phase1_sft.yaml", "--config phase2_dpo model.name_or_path=f"),
         ("quickstart/phase1_sft", "--config quickstart/phase2_dpo model.name_or_path=f device=cuda"),
-        ("models/gpt2", "model.name_or_path=f"),  # the reference run's own file
+        ("models/gpt2", f"model.name_or_path=f {PAIRS}"),  # the reference run's own file
     ):
         assert training.next_command("phase2_dpo", Path(given), Path("f"), "cuda") == f"posttrain dpo {words}"
 
