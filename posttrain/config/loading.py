@@ -92,7 +92,7 @@ def load(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. seed=1, or model.tuning=lora")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="e.g. seed=1, or model.tuning=lora")
     parser.add_argument(
         "--config", default=str(default), metavar="FILE",
         help="YAML file, or the name of a reference config such as quickstart/phase1_sft (default: %(default)s)",
