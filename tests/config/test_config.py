@@ -901,7 +901,7 @@ def test_a_file_of_many_keys_is_read_at_once(tmp_path):
 
 def test_a_name_that_is_no_file(tmp_path):
     for name in ("a\0b", 300 * "x", str(tmp_path), str(tmp_path / "none.yaml")):
-        assert "there is no such file" in complaint(SFTRun, Path(name))
+        assert re.search("there is no such file|cannot be read", complaint(SFTRun, Path(name)))
 
 
 def full(kind: str, place: Path) -> None:
