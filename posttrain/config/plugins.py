@@ -87,6 +87,19 @@ def by_path(path: str, key: str) -> Callable[..., Any]:
     return function
 
 
+def find_functions(cfg: object) -> None:
+    """Refuse a function that a config names and that is not there, or that has other parameters.
+
+    Raises:
+        UserError: says which.
+    """
+    for key in PARAMETERS:
+        section, _, name = key.partition(".")
+        path = getattr(getattr(cfg, section, None), name, None)
+        if isinstance(path, str) and is_path(path):
+            by_path(path, key)
+
+
 def call(path: str, key: str, *arguments: object) -> Any:
     """Return what the function that a key of the config names returns for these arguments.
 
@@ -122,7 +135,7 @@ def check_parser(section: ProtocolSection, env: TextEnv) -> None:
         try:
             parsed = protocol.read(text, listed)
         except Exception as error:
-            problem = f"raised {one_line(error)}"
+            problem = f"raised {one_line(error.__cause__ or error)}"
         else:
             problem = "" if isinstance(parsed, Parsed) else f"returned {type(parsed).__name__}"
             if not problem and listed is not None and (unknown := set(parsed.actions) - set(listed)):

@@ -62,7 +62,7 @@ def check_source(model: ModelSection) -> None:
             + (
                 f"`python -m posttrain.data.embedded --out {name}` makes it, the quickstart's base model. Or name"
                 if folder.parts[-2:] == ("quickstart", "base")
-                else "It would be the folder of an earlier phase's result: run that phase first, or name"
+                else "It would be the folder of the previous phase's result: run that phase first, or name"
             )
             + " another checkpoint folder or a Hub model (model.name_or_path=...)."
         )

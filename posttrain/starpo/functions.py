@@ -34,7 +34,9 @@ def check_functions(cfg: StarPORun) -> None:
             estimators.estimate(algorithm, made_up_earned(cfg))
     if is_path(algorithm.loss_type):
         with _what_was_given():
-            losses.policy_loss(made_up_tokens(), objective_settings(cfg))
+            loss_S, _ = losses.policy_loss(made_up_tokens(), objective_settings(cfg))
+            if not loss_S.isfinite().all():
+                raise UserError(f"`algorithm.loss_type: {algorithm.loss_type}` returned a loss that is not finite.")
 
 
 @contextmanager

@@ -162,10 +162,10 @@ class Crashed(UserError):
     """An environment does nothing but crash, so there is nothing to learn from."""
 
     def __init__(self, env: EnvSection, where: str, last: str) -> None:
-        super().__init__(
-            f"{env.title} has crashed in every episode {where}, the last time with {last}. Correct the environment:"
-            f" `posttrain env check {env.name}` plays it and says what is wrong."
-        )
+        remedy = f"Correct the environment: `posttrain env check {env.name}` plays it and says what is wrong."
+        if "`protocol.parser:" in last:
+            remedy = "Correct that function, which must not raise for any text."
+        super().__init__(f"{env.title} has crashed in every episode {where}, the last time with {last}. {remedy}")
 
 
 def refuse_crashes(cfg: StarPORun, state: RunState, groups: Sequence[Sequence[Trajectory]]) -> None:

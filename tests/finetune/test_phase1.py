@@ -692,7 +692,7 @@ def test_a_folder_in_use_is_left_as_it_is(whole: Path, files: Phase) -> None:
 
 def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files)
-    with pytest.raises(UserError, match="earlier phase"):
+    with pytest.raises(UserError, match="previous phase"):
         train(file, "model.name_or_path=runs/none/final")
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(UserError):

@@ -205,6 +205,12 @@ def test_a_loss_that_cannot_be_used_is_refused(module: Any, code: str) -> None:
         check_functions(config(loss_type="own:f"))
 
 
+def test_a_loss_that_is_not_finite_is_refused(module: Any) -> None:
+    module("def f(tokens, settings): return tokens.logprobs_S / 0, tokens.logprobs_S > 0")
+    with pytest.raises(UserError, match=r"`algorithm\.loss_type: own:f` returned a loss that is not finite"):
+        check_functions(config(loss_type="own:f"))
+
+
 @pytest.mark.parametrize("name", [ADVANTAGE, "grpo", "gae"])
 def test_functions_that_can_be_used_pass(name: str) -> None:
     check_functions(config(advantage=name, loss_type=LOSS))
@@ -223,6 +229,17 @@ def test_a_parser_that_cannot_be_used_is_refused(module: Any, code: str, words: 
     module(f"from envs.protocol import Parsed\ndef f(text, protocol, listed): return {code}")
     with pytest.raises(UserError, match=words):
         check_parser(ProtocolSection(parser="own:f"), envs.make("frozen_lake"))
+
+
+def test_a_parser_that_raises_in_a_run_is_named(module: Any, player: Path, tmp_path: Path) -> None:
+    """For texts that the check at the start does not try."""
+    module(
+        "calls = []\nfrom examples.own_parser import last_answer\ndef f(text, protocol, listed):\n"
+        "    calls.append(text)\n    assert len(calls) < 6, 'late'\n    return last_answer(text, protocol, listed)"
+    )
+    words = r"crashed in every episode .*`protocol\.parser: own:f` raised AssertionError: late.* Correct that function"
+    with pytest.raises(UserError, match=words):
+        train(settings(tmp_path / "run.yaml", player), "protocol.parser=own:f")
 
 
 @pytest.mark.parametrize("key", PARAMETERS)
