@@ -408,12 +408,15 @@ def same_in_every_process(subject: Subject) -> Iterator[str]:
 
 
 def _elsewhere(subject: Subject, *flags: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `posttrain env check` with one of its hidden flags in another process."""
+    """Run `posttrain env check` with one of its hidden flags in another process.
+
+    -P: a folder `envs` where the command is run does not stand for this package.
+    """
     root = str(Path(__file__).parents[1])
     options = [f"{key}={json.dumps(value)}" for key, value in subject.options.items()]
     turns = str(subject.protocol.max_turns)
     return subprocess.run(
-        [sys.executable, "-m", "envs.check", subject.name, *options, "--turns", turns, *flags],
+        [sys.executable, "-P", "-m", "envs.check", subject.name, *options, "--turns", turns, *flags],
         env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join([root, *sys.path])},
         capture_output=True,
         text=True,

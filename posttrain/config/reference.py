@@ -32,7 +32,7 @@ def reference_name(config: str | Path) -> str | None:
     quickstart/phase1_sft, quickstart/phase1_sft.yaml and configs/quickstart/phase1_sft.yaml are one name.
     """
     name = _name(config)
-    return name if name in config_names() and not os.path.exists(config) else None
+    return name if name in config_names() and not os.path.isfile(config) else None
 
 
 def find_config(config: str | Path) -> Path:
