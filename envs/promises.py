@@ -408,10 +408,7 @@ def same_in_every_process(subject: Subject) -> Iterator[str]:
 
 
 def _elsewhere(subject: Subject, *flags: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `posttrain env check` with one of its hidden flags in another process.
-
-    -P: a folder `envs` where the command is run does not stand for this package.
-    """
+    """Run `posttrain env check` with one of its hidden flags in another process."""
     root = str(Path(__file__).parents[1])
     options = [f"{key}={json.dumps(value)}" for key, value in subject.options.items()]
     turns = str(subject.protocol.max_turns)

@@ -1,6 +1,6 @@
-"""What was each sampled token worth?  `algorithm.advantage`: the estimators by name, or a function of your own.
+"""Which advantage does each sampled token get?  `algorithm.advantage`: an estimator by name, or a function of your own.
 
-The formulas are in advantages.py; here each gets what it needs of an update's episodes. An estimator of your own has
+The formulas are in advantages.py; here each estimator is given the values that it needs. An estimator of your own has
 the same signature, see posttrain/config/plugins.py. Shapes, as suffixes: B episodes, N turns of all episodes one after
 another, S sampled tokens of all turns one after another.
 """
@@ -32,7 +32,7 @@ class Earned(NamedTuple):
     states_N: list[str]  # the environment's state that each turn was answered in
     turn_S: torch.Tensor  # the turn of each token, as its place in `rewards_N`
     trained_S: torch.Tensor  # bool: whether the token counts in the loss
-    cut_S: torch.Tensor  # bool: whether the context, a limit that is not the environment's, ended the episode
+    cut_S: torch.Tensor  # bool: whether the episode ended because the context was full
     values_S: torch.Tensor | None  # float64: the critic's values; None without a critic
 
     @property
