@@ -94,7 +94,7 @@ at_file = $(if $(GSM8K),$(1)=$(GSM8K))
 held_out = $(if $(GSM8K),"$(1)suites.math.sources=[gsm8k_held_out=$(GSM8K)]")
 smol_on = $(if $(wildcard $(SMOL)/$(1)/*),--resume)
 ifneq ($(GSM8K),$(wildcard $(GSM8K)))
-  $(error GSM8K=$(GSM8K) is no file: write where its training split lies, or leave GSM8K out to take it from the Hub)
+  $(error GSM8K=$(GSM8K) is not a file: write where its training split lies, or leave GSM8K out to take it from the Hub)
 endif
 
 smollm2: $(STAMP)

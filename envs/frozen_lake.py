@@ -22,11 +22,11 @@ MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # gym
 FROZEN = {"uniform": 0.8, "ragen": 0.9}  # share of ice by `distribution`
 SUCCESS_RATE = 0.8  # on slippery ice
 LARGEST = 64  # cells a side: the expert's tables grow with the fourth power
-DISCOUNT = 0.99  # the expert without a deadline prefers the shorter of two equally safe ways
+DISCOUNT = 0.99  # without a deadline, the expert prefers the shorter of two equally safe paths
 
 
 class Lake(NamedTuple):
-    """Which levels there are: Lake(size=4, frozen=0.8, corners=False)."""
+    """The parameters that determine the levels: Lake(size=4, frozen=0.8, corners=False)."""
 
     size: int
     frozen: float
@@ -58,7 +58,7 @@ class FrozenLake(TextEnv):
     - `frozen=None`: probability of ice, above 0 and at most 1; None is 0.8, or 0.9 with `distribution="ragen"`.
     - `distribution="uniform"`: or "ragen", with the ice and the turns of RAGEN's maps.
     - `corners=False`: start at the top left and goal at the bottom right instead of anywhere.
-    - `slippery=False`: a move goes as intended with probability `success_rate`, else to either side of it.
+    - `slippery=False`: a move goes as intended with probability `success_rate`, else it slips to one of the two sides.
     - `success_rate=None`: 0.8 when None; only on slippery ice.
     - `observation="grid"`: or "coordinates", "both", "neighbours".
     - `symbols=None`: what stands for each kind of cell, by its name in `SYMBOLS`.
@@ -99,7 +99,7 @@ class FrozenLake(TextEnv):
         self.symbols = with_symbols(SYMBOLS, symbols)
         self.separator = separator
         self.chance = float(success_rate) if slippery else 1.0
-        self.max_turns = max(25 if distribution == "ragen" else 8, size**2 // 2)  # the shortest way is rarely longer
+        self.max_turns = max(25 if distribution == "ragen" else 8, size**2 // 2)  # the shortest path is rarely longer
         self.deterministic = self.chance == 1
         self.observable = observation != "neighbours"
         super().__init__(render_mode)
@@ -240,7 +240,7 @@ class FrozenLake(TextEnv):
         return " ".join(parts)
 
     def state_key(self) -> str:
-        return f"{self.cells.replace('S', 'F')} {self.position}"  # where the walk began changes no future
+        return f"{self.cells.replace('S', 'F')} {self.position}"  # the start does not affect what happens next
 
     # -- players ---------------------------------------------------------------------------------------------------
 
@@ -251,8 +251,7 @@ class FrozenLake(TextEnv):
     def cues(self) -> dict[str, tuple[str, ...]]:
         """`safe`: moves onto a cell that is not a hole. `goal`: those of them that come nearer.
 
-        Where the cells beside the player are named, a thought names the safe ones first: each is read off its symbol,
-        and `goal` is what they have in common with the way.
+        If the neighbouring cells are shown, a thought first lists the safe moves, then those that also come nearer.
         """
         cells = {d: self._neighbour(d) for d in MOVES}
         safe = tuple(d for d, cell in cells.items() if cell is not None and self.cells[cell] != "H")
@@ -285,12 +284,15 @@ class FrozenLake(TextEnv):
         return thought, ("Down", "Right")
 
     def players(self) -> dict[str, str]:
-        """`nearer` walks to the goal blind to holes; `safe` avoids holes blind to the goal."""
+        """`nearer` ignores holes; `safe` ignores the goal."""
         safe = self.cues()["safe"]
         return {"random": self.choose(), "nearer": self.choose(self._nearer()), "safe": self.choose(safe)}
 
     def expert(self, horizon: int | None = None) -> str:
-        """Return the action with the best chance to arrive within `horizon` moves; without a deadline, soon."""
+        """Return the action with the best chance to arrive within `horizon` moves.
+
+        Without a horizon it is the fastest of the safest.
+        """
         _, odds = lake_model(self.level, self.chance)
         if horizon is None:
             values = values_without_deadline(self.level, self.chance)

@@ -96,8 +96,10 @@ def _met(episode: Episode, text: str, free: bool) -> str:
         return "it was given a reward that is not a finite number."
     if free:
         return "it succeeded." if episode.success else ""
-    if any(turn.valid or turn.reward for turn in turns) or episode.state_key() != before:
+    if any(turn.valid or turn.reward for turn in turns):
         return "it was taken for a valid one."
+    if episode.state_key() != before:
+        return "the state after it differs from the state before, although no action was taken."
     cap = protocol.format_penalty * MAX_PENALISED_TURNS - 1e-9
     return "it was penalised beyond the cap." if sum(turn.penalty for turn in turns) < cap else ""
 

@@ -413,7 +413,7 @@ def _elsewhere(subject: Subject, *flags: str, timeout: float | None = None) -> s
     options = [f"{key}={json.dumps(value)}" for key, value in subject.options.items()]
     turns = str(subject.protocol.max_turns)
     return subprocess.run(
-        [sys.executable, "-m", "envs.check", subject.name, *options, "--turns", turns, *flags],
+        [sys.executable, "-P", "-m", "envs.check", subject.name, *options, "--turns", turns, *flags],
         env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join([root, *sys.path])},
         capture_output=True,
         text=True,

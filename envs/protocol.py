@@ -81,7 +81,12 @@ class Protocol:
 
     def read(self, text: str, listed: Sequence[str] | None) -> Parsed:
         """Return the actions of a response, by `parser` or else by `parse`."""
-        return (by_path(self.parser) if self.parser else parse)(text, self, listed)
+        if self.parser is None:
+            return parse(text, self, listed)
+        try:
+            return by_path(self.parser)(text, self, listed)
+        except Exception as error:  # the user's own code
+            raise RuntimeError(f"`protocol.parser: {self.parser}` raised {type(error).__name__}: {error}") from error
 
     @property
     def opening(self) -> str:

@@ -1,6 +1,7 @@
 """An advantage of your own: GRPO's, written out.
 
-    python train_phase3_starpo.py algorithm.advantage=examples.own_advantage:group_relative
+    python train_phase3_starpo.py --config configs/quickstart/own_environment.yaml \\
+        algorithm.advantage=examples.own_advantage:group_relative output_dir=runs/own
 
 The file may lie in the folder that the command is run in: `algorithm.advantage=own_advantage:group_relative`.
 posttrain/config/plugins.py says what such a function is given.

@@ -1,6 +1,7 @@
 """A policy loss of your own: the policy gradient without a clip.
 
-    python train_phase3_starpo.py algorithm.loss_type=examples.own_loss:unclipped
+    python train_phase3_starpo.py --config configs/quickstart/own_environment.yaml \\
+        algorithm.loss_type=examples.own_loss:unclipped output_dir=runs/own
 
 posttrain/config/plugins.py says what such a function is given.
 """

@@ -1,6 +1,7 @@
 """A parser of your own: the last answer counts, and what is not an action in it is passed over.
 
-    python train_phase3_starpo.py protocol.parser=examples.own_parser:last_answer
+    python train_phase3_starpo.py --config configs/quickstart/own_environment.yaml \\
+        protocol.parser=examples.own_parser:last_answer output_dir=runs/own
 
 posttrain/config/plugins.py says what such a function is given.
 """

@@ -429,7 +429,7 @@ TASKS = (
     Task(
         most_common,
         "Which word of at least {k} letters is the most frequent? Of several the first in the alphabet; none if there"
-        " is no such word.",
+        " is not one of these words.",
         "Filter the words, then take the best by count and alphabet; no word left is a case of its own.",
         between(1, 6),
         lambda rng: (words(rng) + words(rng),),

@@ -47,7 +47,7 @@ class CodeProblem:
     Problem(statement="Print the sum ...", function="", tests=(Test("3 4", "7"),), public=1, key="sum")
     `function` is the one to call; without it the program reads stdin. `programs` holds known programs by the name of
     their player, `idea` a thought that leads to the right one. `home` is the data set's own split, empty where there
-    is no such split; `boxed`: an expected value may stand in a list of its own, as in TACO.
+    is none; `boxed`: an expected value may stand in a list of its own, as in TACO.
     """
 
     statement: str

@@ -100,7 +100,7 @@ def tactic_refusal(tactic: str) -> str:
     if "%" in re.sub(r"\s%\s", " ", tactic):  # an operator has blanks around it
         return "% is refused"
     if not words or words[0] not in HEADS or not tactic.startswith(words[0]):
-        return f"{words[0] if words else tactic[:12]} is no tactic that is allowed"
+        return f"{words[0] if words else tactic[:12]} is not an allowed tactic"
     for word in words:
         if word in FORBIDDEN or COMMANDS.fullmatch(word) or word.endswith("?"):
             return f"{word} is refused"

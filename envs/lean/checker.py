@@ -74,7 +74,7 @@ def _intro(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     while True:
         premise = unfold(goal.target)
         if premise[0] != "bin" or premise[1] != "→":
-            raise Rejected(f"{format_formula(goal.target)} is no implication")
+            raise Rejected(f"{format_formula(goal.target)} is not an implication")
         goal = goal.having((parser.name(), premise[2]))._replace(target=premise[3])
         if not parser.next:
             return [goal]
@@ -119,7 +119,7 @@ def _constructor(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
 def _side(which: int) -> Callable[[ProofGoal, Parser], list[ProofGoal]]:
     def tactic(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
         if goal.target[:2] != ("bin", "∨"):
-            raise Rejected(f"{format_formula(goal.target)} is no disjunction")
+            raise Rejected(f"{format_formula(goal.target)} is not a disjunction")
         return [goal._replace(target=goal.target[2 + which])]
 
     return tactic
@@ -213,7 +213,7 @@ def _taken(proved: Expr, pattern: Expr, goal: ProofGoal) -> Iterator[ProofGoal]:
         yield goal.having((pattern[1], proved))
     elif pattern[0] == "either":
         if proved[:2] != ("bin", "∨"):
-            raise Rejected(f"{format_formula(proved)} is no disjunction")
+            raise Rejected(f"{format_formula(proved)} is not a disjunction")
         first, *rest = pattern[1]
         yield from _taken(proved[2], first, goal)
         yield from _taken(proved[3], rest[0] if len(rest) == 1 else ("either", tuple(rest)), goal)

@@ -75,7 +75,7 @@ class Parser:
     def name(self) -> str:
         token = self.take()
         if not NAME.match(token) or token in RESERVED:
-            raise Unreadable(f"{token} is no name")
+            raise Unreadable(f"{token} is not a name")
         return token
 
     def end(self) -> None:

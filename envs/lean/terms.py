@@ -142,7 +142,7 @@ def infer(term: Expr, goal: ProofGoal) -> Expr:
             return TRUE
         statement = goal.kind(term[1])
         if statement[1] in SORTS:
-            raise Rejected(f"{term[1]} is no proof")
+            raise Rejected(f"{term[1]} is not a proof")
         return statement
     if kind == "proj":
         if term == ("proj", TRUE, "intro"):
@@ -221,7 +221,7 @@ def _applied(term: Expr, goal: ProofGoal) -> tuple[Expr, list[ProofGoal]]:
     for argument in term[2]:
         statement = unfold(statement)
         if statement[0] != "bin" or statement[1] != "→":
-            raise Rejected(f"{format_formula(statement)} is no implication")
+            raise Rejected(f"{format_formula(statement)} is not an implication")
         holes += check_term(argument, goal._replace(target=statement[2]))
         statement = statement[3]
     return statement, holes

@@ -18,7 +18,7 @@ from .evaluation import (
 )
 from .loading import dump as dump, load as load, resolve as resolve, run as run, training_flags as training_flags
 from .pairs import PairsRun as PairsRun
-from .plugins import by_path as by_path, check_parser as check_parser, is_path as is_path
+from .plugins import call as call, check_parser as check_parser, is_path as is_path
 from .reference import (
     CONFIGS as CONFIGS,
     command as command,

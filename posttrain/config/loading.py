@@ -83,7 +83,7 @@ def load(
         The validated config, and the flags.
 
     Raises:
-        UserError: a file, a key or a value is wrong.
+        UserError: a file, a key or a value is wrong, or a function that it names is not there.
     """
     parser = argparse.ArgumentParser(
         prog=Path(sys.argv[0]).name,  # as Python before 3.14 has it
@@ -92,7 +92,9 @@ def load(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. seed=1, or model.tuning=lora")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="e.g. seed=1, or model.tuning=lora"
+    )
     parser.add_argument(
         "--config", default=str(default), metavar="FILE",
         help="YAML file, or the name of a reference config such as quickstart/phase1_sft (default: %(default)s)",
@@ -107,6 +109,9 @@ def load(
     if args.print_config:
         print(dump(cfg), end="")
         sys.exit(0)
+    from posttrain.config.plugins import find_functions  # it loads the environments, which --help does not need
+
+    find_functions(cfg)
     return cfg, args
 
 

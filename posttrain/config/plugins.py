@@ -34,8 +34,10 @@ installed package. Nothing is imported from a model's folder or a data file. exa
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from envs import TextEnv, by_path as paths
@@ -85,6 +87,39 @@ def by_path(path: str, key: str) -> Callable[..., Any]:
     return function
 
 
+def find_functions(cfg: object) -> None:
+    """Refuse a function that a config names and that is not there, or that has other parameters.
+
+    Raises:
+        UserError: says which.
+    """
+    for key in PARAMETERS:
+        section, _, name = key.partition(".")
+        path = getattr(getattr(cfg, section, None), name, None)
+        if isinstance(path, str) and is_path(path):
+            by_path(path, key)
+
+
+def call(path: str, key: str, *arguments: object) -> Any:
+    """Return what the function that a key of the config names returns for these arguments.
+
+    Raises:
+        UserError: there is no such function, or it raised; says in which line of its file.
+    """
+    function = by_path(path, key)
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if "OutOfMemory" in type(error).__name__:  # torch's own, which says more than this would
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == inspect.getsourcefile(inspect.unwrap(function))]
+        place = (own or frames)[-1]
+        raise UserError(
+            f"`{key}: {path}` raised {one_line(error)} ({Path(place.filename).name}, line {place.lineno})."
+        ) from error
+
+
 def check_parser(section: ProtocolSection, env: TextEnv) -> None:
     """Refuse a `protocol.parser` that cannot be used in an environment, by texts that a model may write.
 
@@ -100,7 +135,7 @@ def check_parser(section: ProtocolSection, env: TextEnv) -> None:
         try:
             parsed = protocol.read(text, listed)
         except Exception as error:
-            problem = f"raised {one_line(error)}"
+            problem = f"raised {one_line(error.__cause__ or error)}"
         else:
             problem = "" if isinstance(parsed, Parsed) else f"returned {type(parsed).__name__}"
             if not problem and listed is not None and (unknown := set(parsed.actions) - set(listed)):

@@ -32,20 +32,23 @@ def reference_name(config: str | Path) -> str | None:
     quickstart/phase1_sft, quickstart/phase1_sft.yaml and configs/quickstart/phase1_sft.yaml are one name.
     """
     name = _name(config)
-    return name if name in config_names() and not os.path.exists(config) else None
+    return name if name in config_names() and not os.path.isfile(config) else None
 
 
 def find_config(config: str | Path) -> Path:
     """Return the file that `--config` names: a path, or else the name of a reference config, from any folder.
 
     Raises:
-        UserError: there is no such file, and a reference config has a similar name.
+        UserError: there is no such file, and no reference config of this name.
     """
     if (name := reference_name(config)) is not None:
         return CONFIGS / f"{name}.yaml"
-    if not os.path.exists(config) and (close := _like(_name(config))):
+    if not os.path.exists(config):
         words = "there is no such file, and no reference config of this name"
-        raise UserError(f"--config {config}: {words}. Did you mean {' or '.join(close)}?")
+        if close := _like(_name(config)):
+            raise UserError(f"--config {config}: {words}. Did you mean {' or '.join(close)}?")
+        names = [name for name in config_names() if not name.startswith(("envs/", "models/"))]
+        raise UserError(f"--config {str(config)!r:.200}: {words}. Write a path, or one of {', '.join(names)}.")
     return Path(config)
 
 

@@ -174,7 +174,12 @@ class StarPOTrainerSection(Section):
 
 
 class EvaluationSection(Section):
-    every: int = Field("steps between two evaluations; there is one before the first step, too", 10, ge=1)
+    every: int = Field(
+        "steps between two evaluations, which cannot be switched off: they choose what is saved; one is before the"
+        " first step",
+        10,
+        ge=1,
+    )
     episodes: int = Field(
         "validation levels of each environment, which choose the best checkpoint", 128, ge=1, le=1_000_000
     )

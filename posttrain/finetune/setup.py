@@ -1,4 +1,4 @@
-"""What do phases 1 and 2 do before TRL trains?  Check everything, claim the folder, load model and rows."""
+"""What do phases 1 and 2 do before TRL trains?  Check everything, reserve the output folder, load model and rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TrainingSetup(NamedTuple):
     args: Any  # SFTConfig or DPOConfig
     model: PreTrainedModel
     chat: Chat
-    rows: dict[str, Dataset]  # "train", and "eval" where rows are held out
-    folder: Path  # of the prepared rows
+    rows: dict[str, Dataset]  # "train", and "eval" if rows are held out
+    folder: Path  # where the prepared rows are
     deterministic: bool  # whether the GPU can compute each operation of the model deterministically
 
 
@@ -33,9 +33,9 @@ def set_up(
     cfg: TrainingRun, kind: type[TrainingArguments], load_rows: Callable[..., Any], folder: str, *, resume: bool,
     **fixed: Any,
 ) -> TrainingSetup:  # fmt: skip
-    """Prepare a run of phase 1 or 2: check everything, claim the output folder, load the model and the rows.
+    """Prepare a run of phase 1 or 2: check everything, reserve the output folder, load the model and the rows.
 
-    All errors of the check are reported together, before anything is written.
+    All errors are reported together before anything is written.
 
     Args:
         kind: TRL's class of training arguments, made from `cfg.trainer` and `fixed`.

@@ -303,7 +303,7 @@ def export_model(
     if outcome.failure is not None:
         raise outcome.failure
     shown = ", ".join(f"{name.removeprefix('eval_')} {figures[name]:.4g}" for name in FIGURES if name in figures)
-    print(f"{phase} is done after {step} steps. Held-out rows: {shown or 'none'}.")
+    print(f"{phase} is done after {step} steps. Held-out rows: {shown or 'none, see data.eval_rows'}.")
     print(f"Saved: {final}  (curves: {final.with_name('metrics.jsonl')})")
     print(f"Next: {next_command(next_phase, Path(config_file), final, hardware.resolve_device(cfg.device).type)}")
 
@@ -320,6 +320,8 @@ def next_command(phase: str, config_file: Path, final: Path, device: str) -> str
     except UserError:  # missing or broken: the next phase reports it better
         written = "auto"
     there = "" if written in ("auto", device) else f" device={device}"
+    if phase == "phase2_dpo" and not shown:  # the reference config would load pairs from the Hub
+        there += " data.sources=[PAIRS.jsonl]  (PAIRS.jsonl: your own pairs of answers)"
     return f"{command(f'train_{phase}')}{shown} model.name_or_path={shlex.quote(str(final))}{there}"
 
 

@@ -58,8 +58,13 @@ def check_source(model: ModelSection) -> None:
         return
     if not HUB_NAME.fullmatch(name) or folder.parts[-1] == "final" or os.path.isdir(folder.parent):
         raise UserError(
-            f"model.name_or_path={name} does not exist. It is the folder of the previous phase's result: run that "
-            "phase first, or name another checkpoint folder or a Hub model (model.name_or_path=...)."
+            f"model.name_or_path={name} does not exist. "
+            + (
+                f"`python -m posttrain.data.embedded --out {name}` makes it, the quickstart's base model. Or name"
+                if folder.parts[-2:] == ("quickstart", "base")
+                else "It would be the folder of the previous phase's result: run that phase first, or name"
+            )
+            + " another checkpoint folder or a Hub model (model.name_or_path=...)."
         )
 
 

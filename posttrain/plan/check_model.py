@@ -389,7 +389,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", help="Hub id, or a model's folder")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. model.tuning=lora")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="e.g. model.tuning=lora")
     parser.add_argument(
         "--config", default="configs/phase3_starpo.yaml", help="of phase 1, 2 or 3 (default: %(default)s)"
     )

@@ -92,11 +92,11 @@ def open_servers(policy: Policy, urls: Sequence[str], folder: Path) -> RemoteSam
 
 
 def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler) -> str | None:
-    """Return why an engine cannot sample from this model, as the end of a sentence; None if it can.
+    """Return the reason why an engine cannot sample from this model, worded to follow a colon; None if it can.
 
     Raises:
         UserError: the model's log-probs are NaN.
-        RuntimeError: the device failed (out of memory, a CUDA error), which says nothing about the model.
+        RuntimeError: the device failed (out of memory, a CUDA error). This is not the model's fault.
     """
     keeps = issubclass(engine, SlotSampler)
     if keeps and not attends_to_all(model):
@@ -112,16 +112,16 @@ def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engi
         model.train(was_training)
     if difference <= tolerance:
         return None
-    how = "with a kept cache" if keeps else "in rows that are padded on the left"
+    how = "with a kept cache" if keeps else "in left-padded rows"
     return f"{how} its log-probs differ from those of a full forward pass by up to {difference:.2g} nats"
 
 
 def _compare(
     model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler
 ) -> tuple[float, float]:
-    """Return the largest difference of a log-prob in the self-test, and the largest that rounding explains.
+    """Return the largest difference of a log-prob in the self-test, and the tolerance for rounding.
 
-    Computed in float32, without autocast: bfloat16 alone makes differences of .2 nats. Weights in half precision are
+    Computed in float32, without autocast: bfloat16 alone makes differences of 0.2 nats. Weights in half precision are
     copied if the memory allows it.
     """
     with torch.autocast(model.device.type, enabled=False):

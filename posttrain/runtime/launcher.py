@@ -87,7 +87,7 @@ def not_sharded(cfg: Any) -> str:
 
 
 def servers_for(processes: int, servers: list[str]) -> str:
-    """Return why there are too few rollout servers for this many processes; "" if there are enough."""
+    """Return why there are too few vLLM servers for this many processes; "" if there are enough."""
     if not servers or len(servers) >= processes:
         return ""
     return (

@@ -1,6 +1,6 @@
-"""What was each sampled token worth?  `algorithm.advantage`: the estimators by name, or a function of your own.
+"""Which advantage does each sampled token get?  `algorithm.advantage`: an estimator by name, or a function of your own.
 
-The formulas are in advantages.py; here each gets what it needs of an update's episodes. An estimator of your own has
+The formulas are in advantages.py; here each estimator is given the values that it needs. An estimator of your own has
 the same signature, see posttrain/config/plugins.py. Shapes, as suffixes: B episodes, N turns of all episodes one after
 another, S sampled tokens of all turns one after another.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from posttrain.config import AlgorithmSection, by_path, is_path
+from posttrain.config import AlgorithmSection, call, is_path
 from posttrain.starpo import advantages
 from posttrain.starpo.experience import Batch
 from posttrain.types import UserError
@@ -32,7 +32,7 @@ class Earned(NamedTuple):
     states_N: list[str]  # the environment's state that each turn was answered in
     turn_S: torch.Tensor  # the turn of each token, as its place in `rewards_N`
     trained_S: torch.Tensor  # bool: whether the token counts in the loss
-    cut_S: torch.Tensor  # bool: whether the context, a limit that is not the environment's, ended the episode
+    cut_S: torch.Tensor  # bool: whether the episode ended because the context was full
     values_S: torch.Tensor | None  # float64: the critic's values; None without a critic
 
     @property
@@ -124,7 +124,7 @@ def estimate(algorithm: AlgorithmSection, earned: Earned) -> tuple[torch.Tensor,
     """Return the advantage of each token and the critic's targets, (S,) each; None without a critic.
 
     Raises:
-        UserError: a function of the user's returned something else than a finite tensor (S,).
+        UserError: a function of the user's raised, or returned something else than a finite float tensor (S,).
     """
     name = algorithm.advantage
     if name in WITH_CRITIC:
@@ -132,13 +132,15 @@ def estimate(algorithm: AlgorithmSection, earned: Earned) -> tuple[torch.Tensor,
         return advantages.whiten(advantages_S, earned.trained_S, earned.env_S), returns_S
     if not is_path(name):
         return ESTIMATORS[name](earned, algorithm), None
-    own_S = by_path(name, "algorithm.advantage")(earned, algorithm)
+    own_S = call(name, "algorithm.advantage", earned, algorithm)
     count = len(earned.turn_S)
-    if not isinstance(own_S, torch.Tensor) or own_S.shape != (count,):
-        what = f"a tensor of shape {tuple(own_S.shape)}" if isinstance(own_S, torch.Tensor) else type(own_S).__name__
+    if not isinstance(own_S, torch.Tensor) or own_S.shape != (count,) or not own_S.is_floating_point():
+        what = type(own_S).__name__
+        if isinstance(own_S, torch.Tensor):
+            what = f"a tensor of shape {tuple(own_S.shape)} and dtype {own_S.dtype}"
         raise UserError(
-            f"`algorithm.advantage: {name}` returned {what}, and a tensor of shape ({count},) is needed, a number for"
-            " each sampled token: index values of episodes with `earned.episode_S`, values of turns with"
+            f"`algorithm.advantage: {name}` returned {what}, and a float tensor of shape ({count},) is needed, a"
+            " number for each sampled token: index values of episodes with `earned.episode_S`, values of turns with"
             " `earned.turn_S`."
         )
     if not own_S.isfinite().all():

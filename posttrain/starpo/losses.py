@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from posttrain.config import by_path, is_path
+from posttrain.config import call, is_path
 from posttrain.runtime import numbered
 from posttrain.types import UserError
 
@@ -85,7 +85,7 @@ def policy_loss(tokens: Tokens, settings: Settings) -> tuple[torch.Tensor, torch
     """Return the policy loss of each token, and which tokens are clipped, both (S,).
 
     Raises:
-        UserError: a function of the user's returned something else.
+        UserError: a function of the user's raised or returned something else.
     """
     new_S, old_S, advantages_S = tokens.logprobs_S, tokens.old_S, tokens.advantages_S
     low, high = settings.epsilon, settings.epsilon_high
@@ -98,7 +98,7 @@ def policy_loss(tokens: Tokens, settings: Settings) -> tuple[torch.Tensor, torch
         case "cispo":
             return cispo(new_S, old_S, advantages_S, high)
         case name if is_path(name):
-            return _checked(name, by_path(name, "algorithm.loss_type")(tokens, settings), len(new_S))
+            return _checked(name, call(name, "algorithm.loss_type", tokens, settings), len(new_S))
         case name:
             raise ValueError(f"unknown loss {name!r}: ppo_clip, gspo or cispo")
 

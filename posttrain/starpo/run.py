@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shlex
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +16,13 @@ from transformers import set_seed
 from envs.episode import Episode
 from envs.process_state import keep_process_state
 from posttrain import models, plan
-from posttrain.config import EnvSection, StarPORun, TrainingEnvSection, by_path, check_parser, command, is_path
+from posttrain.config import ChatRun, EnvSection, StarPORun, TrainingEnvSection, command
 from posttrain.models import Chat, model_card
 from posttrain.plan import check_run, without_noise
 from posttrain.rollout import Context, Sampler, most_turns, new_episode, open_env, play
 from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runlog, trl_arguments
 from posttrain.starpo import distillation, run_state
+from posttrain.starpo.functions import check_functions
 from posttrain.starpo.learner import Learner
 from posttrain.starpo.monitoring.episodes import memory, reward_table
 from posttrain.starpo.run_state import RunState, changed
@@ -146,20 +149,6 @@ def longest_episode(cfg: StarPORun) -> int:
     return cfg.rollout.max_completion_length * most_turns(cfg.envs, cfg.protocol)
 
 
-def check_functions(cfg: StarPORun) -> None:
-    """Refuse a function of the user's that cannot be used, before anything is loaded.
-
-    Raises:
-        UserError: says what is wrong and what to write.
-    """
-    named = {"algorithm.advantage": cfg.algorithm.advantage, "algorithm.loss_type": cfg.algorithm.loss_type}
-    for key, path in named.items():
-        if is_path(path):
-            by_path(path, key)
-    for section in cfg.envs:
-        check_parser(cfg.protocol, open_env(section))
-
-
 def check_environments(cfg: StarPORun) -> None:
     """Raise a UserError unless every environment is there, takes its options and has levels in every split."""
     for n, env in enumerate(cfg.envs):
@@ -179,10 +168,10 @@ class Crashed(UserError):
     """An environment does nothing but crash, so there is nothing to learn from."""
 
     def __init__(self, env: EnvSection, where: str, last: str) -> None:
-        super().__init__(
-            f"{env.title} has crashed in every episode {where}, the last time with {last}. Correct the environment:"
-            f" `posttrain env check {env.name}` plays it and says what is wrong."
-        )
+        remedy = f"Correct the environment: `posttrain env check {env.name}` plays it and says what is wrong."
+        if "`protocol.parser:" in last:
+            remedy = "Correct that function, which must not raise for any text."
+        super().__init__(f"{env.title} has crashed in every episode {where}, the last time with {last}. {remedy}")
 
 
 def refuse_crashes(cfg: StarPORun, state: RunState, groups: Sequence[Sequence[Trajectory]]) -> None:
@@ -317,5 +306,22 @@ def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[
     print(f"Memory: at most {memory(setup.device):.2f} GiB; planned {plan.gib(setup.plan.peak)} GiB.")
     print(f"Saved: {final}  (curves: {setup.out / 'metrics.jsonl'})")
     if not broken:
-        chat_with_it = f"{command('inference_with_improved_settings')} model.name_or_path={final}"
-        print(f"Next: {chat_with_it} --play {cfg.envs[0].name}")
+        print(f"Next: {play_command(cfg, final)}")
+
+
+def play_command(cfg: StarPORun, final: Path) -> str:
+    """Return the command that shows how the model plays the first environment, with the options and limits of the run.
+
+    Args:
+        final: folder of the model.
+    """
+    env, protocol, rollout = cfg.envs[0], cfg.protocol, cfg.rollout
+    changes: dict[str, Any] = {"model.name_or_path": str(final)}
+    if env.options or env.label:
+        changes["envs"] = [env.model_dump(include={"name", "options", "label"}, exclude_defaults=True)]
+    changes |= {f"protocol.{key}": value for key, value in protocol.model_dump(exclude_defaults=True).items()}
+    for key in ("max_completion_length", "context", "context_turns"):
+        if (value := getattr(rollout, key)) != ChatRun.model_fields[key].default:
+            changes[key] = value
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
+    return f"{command('inference_with_improved_settings')} {shlex.join(words)} --play {shlex.quote(env.title)}"

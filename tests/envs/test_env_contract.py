@@ -139,7 +139,9 @@ def test_six_methods_keep_every_promise(kind, register):
     assert made.step(made.action_space.sample())[4]["failure"] == ""
 
 
-@pytest.mark.parametrize("name", ["line", "my_module:Line"])  # a file in envs/, and one in the current folder
+@pytest.mark.parametrize(  # a file in envs/, and one in the current folder
+    "name", [pytest.param("line", marks=pytest.mark.thorough), "my_module:Line"]
+)
 def test_the_minimal_environment_is_small_and_passes_the_check(name: str, tmp_path: Path) -> None:
     file = ROOT / "examples" / "minimal_env.py"
     lines = file.read_text().splitlines()
@@ -570,7 +572,8 @@ class Careless(Say):
 def test_check_survives_and_names_what_hostile_text_does(read, tmp_path, monkeypatch, register):
     shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "envs" / "careless.py").write_text(CARELESS.format(read=read))
-    monkeypatch.setattr(promises, "PATIENCE", 3)
+    if "within 3 seconds" in HARMED[read]:
+        monkeypatch.setattr(promises, "PATIENCE", 3)
     register(variant(Say, name="careless", __doc__="stands for the one in the folder"))
     run = subprocess.run
 
@@ -583,7 +586,7 @@ def test_check_survives_and_names_what_hostile_text_does(read, tmp_path, monkeyp
     assert any(HARMED[read] in sentence for sentence in found), found
 
 
-@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+@pytest.mark.parametrize("name", ["frozen_lake", pytest.param("sokoban", marks=pytest.mark.thorough)])
 def test_check_shows_an_episode_the_players_and_the_levels(name, capsys):
     assert check.main([name, "observation=grid", "--episodes", "5"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -608,8 +611,16 @@ def test_check_shows_an_episode_the_players_and_the_levels(name, capsys):
         (["lean", "topics=logic"], 'it should be a valid list. Write a list as in JSON, here topics=["logic"]'),
         (["lean", "topics=[logic, lists]"], 'here topics=["logic", "lists"]'),
         (["lean", "topics=7"], "topics=7: it should be a valid list.\n"),
-        (["frozen_lake", "frozen=1", "--episodes", "3"], "frozen_lake with frozen=1: the split validation has only"),
-        (["frozen_lake", "frozen=1", "size=3", "--episodes", "3"], "the same few levels again and again. Choose"),
+        pytest.param(
+            ["frozen_lake", "frozen=1", "--episodes", "3"],
+            "frozen_lake with frozen=1: the split validation has only",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            ["frozen_lake", "frozen=1", "size=3", "--episodes", "3"],
+            "the same few levels again and again. Choose",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_check_refuses_nonsense_in_one_paragraph(arguments, says, capsys):
@@ -630,11 +641,13 @@ def test_check_ends_whatever_number_of_turns_an_option_allows(name, option, monk
     assert time.process_time() - begun < 30
 
 
+@pytest.mark.thorough
 def test_the_turns_that_are_asked_for_are_those_of_the_other_process():
     asked = Subject("countdown", {"tries": 4}, Protocol(max_turns=3, max_actions=3))
     assert not list(promises.same_in_every_process(asked)), "demonstrations tell how many turns are left"
 
 
+@pytest.mark.thorough
 def test_check_notices_an_environment_that_differs_between_processes(monkeypatch):
     lake = type(envs.make("frozen_lake"))
     honest = lake.observe

@@ -43,8 +43,17 @@ def wander(env, steps: int, seed: int = 0):
             observation, _ = env.reset(seed=seed + step + 1)
 
 
+LONG = {"web_shop", "sudoku", "rubiks_cube", "countdown", "search_qa", "lean", "bandit", "metamath_qa"}  # to check
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "deep_coder")) for name in names()]
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow if name == "deep_coder" else pytest.mark.thorough if name in LONG else ()
+        )
+        for name in names()
+    ],
 )
 def test_every_environment_keeps_its_promises(name: str) -> None:
     """What `posttrain env check` looks at: gymnasium's API, splits, purity, copies, other processes, hostile text."""
@@ -467,7 +476,13 @@ def test_levels_have_the_length_asked_for_and_the_expert_proves_it(options):
     assert lengths == set(range(options.get("min_length", 2), options.get("max_length", 4) + 1))
 
 
-@pytest.mark.parametrize("options", [{"size": 5, "max_length": 10}, {"size": 5, "boxes": 2, "max_length": 6}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"size": 5, "max_length": 10}, marks=pytest.mark.thorough),
+        {"size": 5, "boxes": 2, "max_length": 6},
+    ],
+)
 def test_small_rooms_have_levels_for_every_seed_of_every_split(options):
     env = make("sokoban", **options)
     for split in SPLITS:

@@ -147,6 +147,7 @@ def wrongly_taken(judge: MathJudge, pairs: list[tuple[str, str]]) -> list[tuple[
     return [pair for pair in pairs if judge.correct(rf"\boxed{{{pair[0]}}}", pair[1])]
 
 
+@pytest.mark.thorough
 def test_wrong_neighbours_of_the_answers_are_wrong(judge: MathJudge) -> None:
     formulas = [pair for pair in WRONG if not re.fullmatch("-?[0-9]+", pair[1])]
     numbers = [pair for pair in WRONG if re.fullmatch("-?[0-9]+", pair[1])]

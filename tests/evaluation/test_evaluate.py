@@ -472,6 +472,7 @@ def test_results_are_replaced_on_request(tmp_path: Path, checkpoints: dict[str, 
     assert json.loads((out / "results.json").read_text())["checkpoints"]["base"]["recall"]["n"] == 1
 
 
+@pytest.mark.thorough
 def test_messages_from_the_shell(tmp_path: Path) -> None:
     command = ["evaluate_model.py", f"output_dir={tmp_path / 'out'}", "device=cpu"]
     done = python(*command, f"checkpoints={{base: {tmp_path / 'none' / 'final'}}}", "suites={recall: {n: 2}}")

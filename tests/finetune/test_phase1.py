@@ -336,6 +336,7 @@ def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: Phase
     assert max(a_step) > 1.5 * min(a_step)  # batches of short rows, batches of long ones
 
 
+@pytest.mark.thorough
 def test_group_by_length_draws_new_batches_in_each_epoch(
     tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,6 +489,7 @@ def test_held_out_rows_that_are_not_finite_fail_the_run(
 # ------------------------------------------------------------------------------------------------------ stop and go on
 
 
+@pytest.mark.thorough
 def test_a_stop_in_the_middle_of_an_epoch_is_not_its_end(
     tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,6 +549,7 @@ def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
     checkpoint.verify(tmp_path / "run" / "checkpoint-8")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "damage",
     ["a byte", "other settings", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "a leftover"))],
@@ -723,6 +726,9 @@ def test_what_cannot_be_set_up_is_a_mistake_to_fix(
     train(file, "trainer.max_steps=1")  # the folder is still free
 
 
+PAIRS = "data.sources=[PAIRS.jsonl]  (PAIRS.jsonl: your own pairs of answers)"  # not those of the Hub
+
+
 @pytest.mark.parametrize(
     ("config_file", "device", "command"),
     [
@@ -733,8 +739,12 @@ def test_what_cannot_be_set_up_is_a_mistake_to_fix(
         ),
         ("configs/phase1_sft.yaml", "cuda", "--config configs/phase2_dpo.yaml model.name_or_path=f"),
         ("configs/phase1_sft.yaml", "cpu", "--config configs/phase2_dpo.yaml model.name_or_path=f device=cpu"),
-        ("mine.yaml", "cpu", "model.name_or_path=f device=cpu"),  # the reference run's own file, which names a GPU
-        ("mine.yaml", "cuda", "model.name_or_path=f"),
+        (
+            "mine.yaml",
+            "cpu",
+            f"model.name_or_path=f device=cpu {PAIRS}",
+        ),  # the reference run's own file, which names a GPU
+        ("mine.yaml", "cuda", f"model.name_or_path=f {PAIRS}"),
     ],
 )
 def test_what_comes_next_runs_on_this_device(
@@ -753,11 +763,12 @@ def test_what_comes_next_is_the_command_where_that_is_how_one_began(
     for given, words in (
         ("configs/phase1_sft.yaml", "--config phase2_dpo model.name_or_path=f"),
         ("quickstart/phase1_sft", "--config quickstart/phase2_dpo model.name_or_path=f device=cuda"),
-        ("models/gpt2", "model.name_or_path=f"),  # the reference run's own file
+        ("models/gpt2", f"model.name_or_path=f {PAIRS}"),  # the reference run's own file
     ):
         assert training.next_command("phase2_dpo", Path(given), Path("f"), "cuda") == f"posttrain dpo {words}"
 
 
+@pytest.mark.thorough
 def test_the_command_line_says_it_in_one_paragraph_with_code_2(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files)
     done = python("train_phase1_sft.py", "--config", str(file), "model.name_or_path=runs/none/final")

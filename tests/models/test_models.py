@@ -202,6 +202,7 @@ print(json.dumps([type(net).__module__, refused, sorted(named)]))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_saved_convgpt_is_loaded_without_this_project(tmp_path: Path, tiny_chat: Chat, tied: bool) -> None:
     """By plain transformers, in a process that cannot import posttrain: the same logits and the same greedy tokens."""

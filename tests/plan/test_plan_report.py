@@ -58,6 +58,7 @@ def training_configs() -> list[tuple[type[SFTRun] | type[DPORun] | type[StarPORu
     return found
 
 
+@pytest.mark.thorough
 def test_every_config_file_has_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)  # as if no phase had run, and nothing may be written
     known, shapes = training_configs(), {}
@@ -131,6 +132,7 @@ def test_a_device_on_which_a_run_does_not_fit_is_refused(capsys: pytest.CaptureF
     assert table.count("(not as written)") < table.count("\n") and not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_what_helps_is_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """28.5 GiB of weights alone: no row is short enough."""
     lora = ["--plan", "A10G", "model.name_or_path=Qwen/Qwen2.5-7B-Instruct", "model.tuning=lora"]

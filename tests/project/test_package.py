@@ -179,7 +179,8 @@ def test_a_name_that_is_none_gets_close_ones(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"--config phase1: .* Did you mean phase1_sft"):
         reference.find_config("phase1")
-    assert reference.find_config("nothing.yaml") == Path("nothing.yaml")  # which reading it refuses
+    with pytest.raises(UserError, match=r"--config 'nothing.yaml': there is no such file.* one of chat, evaluate,"):
+        reference.find_config("nothing.yaml")
 
 
 # -------------------------------------------------------------------------------------------- files of the repository

@@ -116,7 +116,7 @@ def test_what_is_finished_is_left_and_what_was_begun_goes_on(tmp_path: Path):
 
 def test_a_missing_file_of_questions_is_refused_before_hours_of_work(tmp_path: Path):
     refused = make(tmp_path, "-n", "VENV=v", "GSM8K=none.jsonl")
-    assert refused.returncode == 2 and "GSM8K=none.jsonl is no file" in refused.stderr and not refused.stdout
+    assert refused.returncode == 2 and "GSM8K=none.jsonl is not a file" in refused.stderr and not refused.stdout
 
 
 @pytest.mark.slow

@@ -415,6 +415,7 @@ def test_episodes_are_shown_as_they_were_played(rows: Rows, results: Record, htm
         assert [cell["at"] for cell in row["cells"][2]] == [f"phase3 level {n}" for n in range(sections.LEVELS)]
 
 
+@pytest.mark.thorough
 def test_animation_shows_the_same_levels_side_by_side(
     run: Path, rows: Rows, results: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -737,6 +738,7 @@ def test_cost_and_data_as_far_as_they_are_recorded(run: Path, results: Record, t
         assert training_log.data({"phase1": tmp_path / "phase1", "base": None}) == [("phase1", [("messages", cells)])]
 
 
+@pytest.mark.thorough
 def test_every_episode_of_the_evaluator_is_played_again(run: Path, rows: Rows) -> None:
     data = data_of(build_transcripts(run / "transcripts.jsonl").read_text())
     assert len(data["rows"]) == len(rows) and len(set(data["pictures"])) == len(data["pictures"])

@@ -95,6 +95,7 @@ def play(model: PreTrainedModel, sampler: SlotSampler, params: SamplingParams, p
     return rounds, our_rounds
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_the_same_tokens_from_one_graph_whatever_the_sizes_and_the_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -122,7 +122,7 @@ def test_wrong_configs_are_told(player: Path, tmp_path: Path) -> None:
         train(file, "algorithm.importance_sampling_clip_max=null")
     with pytest.raises(UserError, match="is not given four-bit weights"):
         train(file, "model.tuning=qlora")
-    with pytest.raises(UserError, match="There is no rollout server at http://localhost:1"):
+    with pytest.raises(UserError, match="There is no vLLM server at http://localhost:1"):
         train(file)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 

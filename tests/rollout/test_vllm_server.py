@@ -283,7 +283,7 @@ def test_a_server_that_dies_costs_its_turns_alone(
         sampler._begin = begin
         check_serves(sampler, tiny_chat, model)
         assert [server.url for server in sampler.servers.live] == [servers[1].url]
-        assert f"The rollout server at {servers[0].url} is lost" in capsys.readouterr().err
+        assert f"The vLLM server at {servers[0].url} is lost" in capsys.readouterr().err
 
         back = StandIn(llama(seed=3), tiny_chat, port=servers[0].server_port)
         change(model)
@@ -291,7 +291,7 @@ def test_a_server_that_dies_costs_its_turns_alone(
         assert len(sampler.servers.live) == 2 and back.version == 2, "it is back, with the new weights"
         for server in (back, servers[1]):
             server.die()
-        with pytest.raises(UserError, match=r"No rollout server is left .*--resume"):
+        with pytest.raises(UserError, match=r"No vLLM server is left .*--resume"):
             serve(sampler, PARAMS, 8, ROWS, TURNS)
 
 
@@ -436,5 +436,5 @@ def test_what_does_not_fit_is_said_before_anything_is_played(tmp_path: Path, tin
         servers[0].chat = type("Other", (), {"tokenizer": staticmethod(lambda *_, **__: {"input_ids": [1]})})
         with pytest.raises(UserError, match="has another vocabulary: it serves tiny"):
             connected(tiny_chat, model, servers, tmp_path)
-    with pytest.raises(UserError, match="There is no rollout server at"):
+    with pytest.raises(UserError, match="There is no vLLM server at"):
         connected(tiny_chat, model, servers, tmp_path)

@@ -451,6 +451,7 @@ def test_what_was_written_by_hand_is_listed(run: Path, capsys: pytest.CaptureFix
     assert not [line for line in listed if "ward 7" in line and "A100" not in line] and "adamw" not in told
 
 
+@pytest.mark.thorough
 def test_long_lines_are_read_in_linear_time() -> None:
     """With the square of their length this would take hours."""
     code = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,14 @@ import envs
 from envs.by_path import by_path as bare_by_path
 from envs.protocol import Parsed, Protocol, parse
 from examples import own_advantage, own_loss, own_parser
-from posttrain.config import AlgorithmSection
+from posttrain.config import AlgorithmSection, StarPORun
 from posttrain.config.algorithm import AlgorithmSection as Algorithm
 from posttrain.config.plugins import PARAMETERS, by_path, check_parser
 from posttrain.config.shared import ProtocolSection
 from posttrain.starpo import estimators
 from posttrain.starpo.experience import Batch
+from posttrain.starpo.functions import check_functions
+from posttrain.starpo.run import play_command
 from posttrain.types import UserError
 
 ADVANTAGE = "examples.own_advantage:group_relative"
@@ -163,15 +166,23 @@ def advantage(code: str) -> str:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("None", "returned NoneType, and a tensor of shape"),
-        ("earned.rewards_B", r"returned a tensor of shape \(12,\), and a tensor of shape \(\d+,\) is needed"),
+        ("None", "returned NoneType, and a float tensor of shape"),
+        (
+            "earned.rewards_B",
+            r"returned a tensor of shape \(\d+,\) and dtype torch.float64, and a float tensor of shape",
+        ),
+        ("torch.zeros(len(earned.turn_S), dtype=torch.int64)", r"and dtype torch\.int64, and a float tensor"),
         ("torch.full([len(earned.turn_S)], torch.nan)", "not finite"),
+        ("1 / 0", r"`algorithm\.advantage: own:f` raised ZeroDivisionError: division by zero \(own\.py, line 2\)\."),
     ],
 )
-def test_an_advantage_of_another_shape_is_refused(module: Any, code: str, words: str) -> None:
+def test_an_advantage_that_cannot_be_used_is_refused(module: Any, code: str, words: str) -> None:
+    """In an update, and at the start of a run in which no group may ever pass the filter."""
     module(advantage(code))
     with pytest.raises(UserError, match=words):
         learn(config(advantage="own:f"), model := policy(), played(model))
+    with pytest.raises(UserError, match=rf"{words}.* It was called with a made-up update: 4 episodes in 2 groups"):
+        check_functions(config(advantage="own:f"))
 
 
 @pytest.mark.parametrize(
@@ -182,12 +193,27 @@ def test_an_advantage_of_another_shape_is_refused(module: Any, code: str, words:
         "(tokens.logprobs_S.sum(), tokens.advantages_S > 0)",
         "(tokens.logprobs_S, tokens.advantages_S)",
         "(tokens.advantages_S, tokens.advantages_S > 0)",  # nothing to learn from
+        "tokens.nothing",
     ],
 )
-def test_a_loss_of_another_shape_is_refused(module: Any, code: str) -> None:
+def test_a_loss_that_cannot_be_used_is_refused(module: Any, code: str) -> None:
     module(f"def f(tokens, settings): return {code}")
-    with pytest.raises(UserError, match=r"`algorithm\.loss_type: own:f` has to return two tensors of shape"):
+    words = r"`algorithm\.loss_type: own:f` (has to return two tensors of shape|raised AttributeError: .* \(own\.py, l)"
+    with pytest.raises(UserError, match=words):
         learn(config(loss_type="own:f"), model := policy(), played(model))
+    with pytest.raises(UserError, match=rf"{words}.* It was called with a made-up update"):
+        check_functions(config(loss_type="own:f"))
+
+
+def test_a_loss_that_is_not_finite_is_refused(module: Any) -> None:
+    module("def f(tokens, settings): return tokens.logprobs_S / 0, tokens.logprobs_S > 0")
+    with pytest.raises(UserError, match=r"`algorithm\.loss_type: own:f` returned a loss that is not finite"):
+        check_functions(config(loss_type="own:f"))
+
+
+@pytest.mark.parametrize("name", [ADVANTAGE, "grpo", "gae"])
+def test_functions_that_can_be_used_pass(name: str) -> None:
+    check_functions(config(advantage=name, loss_type=LOSS))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +229,17 @@ def test_a_parser_that_cannot_be_used_is_refused(module: Any, code: str, words: 
     module(f"from envs.protocol import Parsed\ndef f(text, protocol, listed): return {code}")
     with pytest.raises(UserError, match=words):
         check_parser(ProtocolSection(parser="own:f"), envs.make("frozen_lake"))
+
+
+def test_a_parser_that_raises_in_a_run_is_named(module: Any, player: Path, tmp_path: Path) -> None:
+    """For texts that the check at the start does not try."""
+    module(
+        "calls = []\nfrom examples.own_parser import last_answer\ndef f(text, protocol, listed):\n"
+        "    calls.append(text)\n    assert len(calls) < 6, 'late'\n    return last_answer(text, protocol, listed)"
+    )
+    words = r"crashed in every episode .*`protocol\.parser: own:f` raised AssertionError: late.* Correct that function"
+    with pytest.raises(UserError, match=words):
+        train(settings(tmp_path / "run.yaml", player), "protocol.parser=own:f")
 
 
 @pytest.mark.parametrize("key", PARAMETERS)
@@ -227,3 +264,25 @@ def test_an_environment_is_played_with_the_parser() -> None:
     episode = Episode(envs.make("frozen_lake"), Protocol(parser=PARSER), seed=7)
     assert episode.step("I go <answer>down</answer>").valid and episode.actions == ["Down"]
     assert (ROOT / "examples" / "own_parser.py").exists()
+
+
+def test_the_next_command_plays_as_the_run_did(tmp_path: Path) -> None:
+    from posttrain.config import ChatRun, resolve
+
+    env = {"name": "frozen_lake", "options": {"size": 5}, "label": "large"}
+    run = StarPORun.model_validate(
+        {
+            "output_dir": "a b",
+            "model": {"name_or_path": "x"},
+            "envs": [env],
+            "protocol": {"parser": PARSER, "think": False, "max_turns": 9},
+        }
+    )
+    words = shlex.split(play_command(run, Path("a b/final")))
+    assert words[:2] == ["python", "inference_with_improved_settings.py"] and words[-2:] == ["--play", "large"]
+    file = tmp_path / "chat.yaml"
+    file.write_text("{}")
+    chat = resolve(ChatRun, file, words[2:-2])
+    assert (chat.model.name_or_path, chat.protocol) == ("a b/final", run.protocol)
+    assert chat.envs[0].model_dump(include=set(env)) == env
+    assert (chat.max_completion_length, chat.context) == (run.rollout.max_completion_length, run.rollout.context)

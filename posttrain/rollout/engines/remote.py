@@ -57,7 +57,7 @@ class Servers:
                 server.connect(self.policy)
             except Lost as error:
                 raise UserError(
-                    f"There is no rollout server at {server.url} ({error}). Start it, as docs/serving.md says, or take"
+                    f"There is no vLLM server at {server.url} ({error}). Start it, as docs/serving.md says, or take"
                     " it out of rollout.servers."
                 ) from error
             self._watch(server)
@@ -85,7 +85,7 @@ class Servers:
             if server in self.live:
                 self.live.remove(server)
                 self.lost[server.url] = (server, why)
-                runlog.say(f"The rollout server at {server.url} is lost ({why}). {len(self.live)} are left.")
+                runlog.say(f"The vLLM server at {server.url} is lost ({why}). {len(self.live)} are left.")
 
     def has_written(self, server: VLLMServer) -> None:
         """Allow a server that was connected again, and has written a turn since, to be rescued once more."""
@@ -117,7 +117,7 @@ class Servers:
     def _none_left(self) -> UserError:
         reasons = "; ".join(f"{url}: {why}" for url, (_, why) in list(self.lost.items()))
         return UserError(
-            f"No rollout server is left ({reasons}). Start them again, then continue from the last checkpoint"
+            f"No vLLM server is left ({reasons}). Start them again, then continue from the last checkpoint"
             " with --resume."
         )
 
@@ -145,7 +145,7 @@ class Servers:
                     self.live.append(server)
                 self._watch(server)
                 connected.append(server)
-                runlog.say(f"The rollout server at {url} is back.")
+                runlog.say(f"The vLLM server at {url} is back.")
         return connected
 
     def _send(self, servers: Sequence[VLLMServer]) -> None:

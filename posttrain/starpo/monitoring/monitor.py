@@ -45,6 +45,8 @@ class Monitor:
         """Write a row of figures, and raise its alarms."""
         if "rollout/kept_groups" in row:
             state.work += work(self.cfg, row)
+            if state.empty_steps == 1:  # the first of several in a row
+                self.say(f"step {step}: no group passed the filter, so nothing was trained.")
         self.metrics.write(row, step)
         self.boards.log(row, step)
         raised = self.watch.see(state, step, row)
@@ -90,8 +92,8 @@ class Monitor:
         success = sum(sum(levels) / len(levels) for levels in won.values()) / len(won)
         self.say(
             f"step {step}: {success:.1%} of validation levels won, {100 * gain:+.1f} points against step"
-            f" {state.best_step} on the same levels. Equal policies gain as much with probability {chance:.2g}; the"
-            f" limit is {allowed:.2g}: " + ("the new best." if better else f"step {state.best_step} remains the best.")
+            f" {state.best_step} on the same levels. By chance alone, such a gain has a probability of {chance:.2g}"
+            f" (limit: {allowed:.2g}). " + ("The new best." if better else f"Step {state.best_step} remains the best.")
         )
         return better, {"evaluation/over_best": gain, "evaluation/over_best_error": error}
 

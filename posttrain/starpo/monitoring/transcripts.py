@@ -50,9 +50,9 @@ def record_step(
         t = unfinished[0][0]
         say(
             f"step {step}: in {len(unfinished)} of {len(groups)} groups no episode was finished, see transcripts; the"
-            f" first: {t.env} (level seed {t.level_seed}). They still train wherever their rewards differ;"
-            " algorithm.mask_truncated_completions leaves them out. `rollout/truncated_groups` counts them; this"
-            " message is not repeated."
+            f" first: {t.env} (level seed {t.level_seed}). These groups are trained on if their rewards differ;"
+            " algorithm.mask_truncated_completions leaves such episodes out. `rollout/truncated_groups` counts them;"
+            " this message is not repeated."
         )
     if not runlog.is_main_process():
         return
