@@ -16,8 +16,9 @@ def score_late(trajectories: Sequence[Trajectory]) -> None:
     """
     waiting: dict[type[TextEnv], list[Trajectory]] = {}
     for trajectory in trajectories:
-        if trajectory.unscored is not None:
-            waiting.setdefault(type(trajectory.unscored), []).append(trajectory)
+        unscored: TextEnv | None = trajectory.unscored
+        if unscored is not None:
+            waiting.setdefault(type(unscored), []).append(trajectory)
     for env, members in waiting.items():
         with keep_process_state(members[0].env):
             scores = env.score([each.unscored for each in members])

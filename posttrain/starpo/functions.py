@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from envs.protocol import Episode
+from envs.episode import Episode
 from posttrain.config import StarPORun, check_parser, is_path
 from posttrain.rollout import new_episode, open_env
 from posttrain.starpo import estimators, losses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shlex
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -323,5 +324,8 @@ def play_command(cfg: StarPORun, final: Path) -> str:
     for key in ("max_completion_length", "context", "context_turns"):
         if (value := getattr(rollout, key)) != ChatRun.model_fields[key].default:
             changes[key] = value
-    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
+    values = {
+        key: value if re.fullmatch(r"[\w./:-]+", str(value)) else json.dumps(value) for key, value in changes.items()
+    }
+    words = [f"{key}={value}" for key, value in values.items()]
     return f"{command('inference_with_improved_settings')} {shlex.join(words)} --play {shlex.quote(env.title)}"
