@@ -26,6 +26,7 @@ FEEDBACK = """\
 {% endif %}{{ observation }}
 
 {% if left %}{{ left }} {% endif %}{{ question }}"""
+MANY = 8  # actions that are not all named again
 LONGEST_NAME = 40  # characters of an unknown action that are repeated to the model
 
 
@@ -145,7 +146,12 @@ def outcome(env: TextEnv, protocol: Protocol, past: Past) -> str:
     elif not past.valid:
         said.append(f"That was not a valid {env.action_word}.")
     if past.actions and past.valid and not past.effective:
-        said.append(f"Your {env.action_word} changed nothing.")
+        others = [action for action in env.actions or () if action not in past.actions]
+        said.append(
+            f"{listed(past.actions)} changed nothing." if env.actions else f"Your {env.action_word} changed nothing."
+        )
+        if 0 < len(others) < MANY:
+            said.append(f"Choose another {env.action_word}: {listed(others, 'or')}.")
     if past.reward:
         said.append(f"Your reward was {round(past.reward, 6):g}.")
     return " ".join(said)

@@ -129,7 +129,10 @@ def test_user_turns_are_sentences_about_reward_state_and_what_is_left():
         " and </think>. Then write the one action that you choose between <answer> and </answer>."
         f"\n\n{grid}\n\n{left.format(6)}"
     )
-    assert episode.step(say("Left")).user == f"Your action changed nothing.\n\n{grid}\n\n{left.format(5)}"
+    assert (
+        episode.step(say("Left")).user
+        == f"Left changed nothing. Choose another action: Down, Right or Up.\n\n{grid}\n\n{left.format(5)}"
+    )
     tight = lake(Protocol(max_actions_per_turn=2, max_actions=5))
     assert "You have 7 turns and 3 actions left." in (tight.step(say("Down", "Up")).user or "")
 
