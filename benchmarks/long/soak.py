@@ -37,11 +37,12 @@ BOUNDS = {
     "resume_cpu": 10,  # processor seconds until the next step: at the end, less near the start
     "report_cpu": 60,
 }
+LAKE = {"observation": "neighbours"}
 RUN: dict[str, Any] = {
     "device": "cpu",
     "report_to": ["trackio", "tensorboard"],
-    "envs": [{"name": "frozen_lake", "options": {"size": 3}}],
-    "protocol": {"max_turns": 2, "max_actions": 2, "think": True},
+    "envs": [{"name": "frozen_lake", "options": {"size": 3, **LAKE}}],
+    "protocol": {"style": "compact", "max_turns": 2, "max_actions": 2, "think": True},
     "rollout": {"groups": 2, "num_generations": 2, "max_completion_length": 8, "max_context": 384},
     "algorithm": {"preset": "starpo-s", "advantage": "grpo", "filter": {"strategy": "none", "keep_zero": True}},
     "distillation": {
@@ -59,13 +60,14 @@ def prepared(out: Path) -> Path:
     from posttrain.data.embedded.base_model import new_base
     from posttrain.data.embedded.environments import demonstrations
 
-    base, told = out / "base", demonstrations(["frozen_lake"], 300, 0)
+    base, told = out / "base", demonstrations([("frozen_lake", LAKE)], 300, 0, style="compact")
     if not base.exists():
         texts = [f"{m['role']}\n{m['content']}" for row in told for m in row["messages"]]
         new_base(base, texts, 0, vocabulary=512, num_hidden_layers=1, intermediate_size=64)
     final = out / "phase1" / "final"
     if not final.exists():
-        sources = "data.sources=[{kind: demonstrations, path: embedded, rows: 300, envs: [frozen_lake]}]"
+        sources = "data.sources=[{kind: demonstrations, path: embedded, rows: 300, style: compact,"
+        sources += " envs: [{name: frozen_lake, options: {observation: neighbours}}]}]"
         told = [f"model.name_or_path={base}", f"output_dir={out / 'phase1'}", "report_to=none", "trainer.max_steps=60"]
         more = ["data.eval_rows=8", "device=cpu", "trainer.logging_steps=20", "trainer.save_steps=60"]
         config = ["--config", "configs/quickstart/phase1_sft.yaml"]

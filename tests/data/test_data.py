@@ -29,6 +29,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from envs.math_judge import MathJudge
 from posttrain.config.data import DataSection, Source
+from posttrain.config.shared import EnvSection
 from posttrain.data import contamination as contamination_module, embedded, loading as data_loading, reading
 from posttrain.data.contamination import EvaluationQuestions, N, lower_words
 from posttrain.data.filters import CHECKS, Example
@@ -773,7 +774,12 @@ def test_any_thirteen_words_in_a_row_are_enough(question: list[str], data: st.Da
 EMBEDDED_SOURCES = [
     Source(kind="openmathinstruct", path="embedded", rows=400),
     Source(kind="capybara", path="embedded", rows=600),
-    Source(kind="demonstrations", path="embedded", rows=6, envs=["frozen_lake", "sokoban"]),
+    Source(
+        kind="demonstrations",
+        path="embedded",
+        rows=6,
+        envs=[EnvSection(name="frozen_lake"), EnvSection(name="sokoban")],
+    ),
 ]
 
 
@@ -1100,7 +1106,7 @@ def test_rows_that_are_all_masked_do_not_start(
     [
         (Source(kind="capybara", path="embedded"), "write how many rows"),
         (Source(kind="messages", path="embedded", rows=5), "no embedded data of the kind messages"),
-        (Source(kind="demonstrations", path="embedded", rows=5, envs=["frozen_lak"]), "frozen_lake"),
+        (Source(kind="demonstrations", path="embedded", rows=5, envs=[EnvSection(name="frozen_lak")]), "frozen_lake"),
     ],
 )
 def test_embedded_data_that_does_not_exist(tiny_chat: Chat, source: Source, part: str) -> None:

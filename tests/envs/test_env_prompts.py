@@ -47,7 +47,7 @@ def answer(env: Any, *texts: str, seed: int = 0) -> Episode:
 
 def test_a_prompt_stands_alone_and_the_whole_answer_is_scored(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(40)])
-    env = make("prompts", path=path, system="Be brief.")
+    env: Any = make("prompts", path=path, system="Be brief.")
     episode = Episode(env, Protocol.of(env), 3)
     system, user = episode.messages
     assert system == {"role": "system", "content": "Be brief."} and user["content"] == env.row["question"]
@@ -236,7 +236,7 @@ def test_a_user_of_your_own_answers_until_it_is_satisfied(module: Module) -> Non
         "def reply(messages, answer, **columns):\n"
         "    return None if messages[-1]['content'] == answer else 'Try again.'\n"
     )
-    env = make("prompts", reply=f"{name}:reply", turns=3)
+    env: Any = make("prompts", reply=f"{name}:reply", turns=3)
     episode = answer(env, "wrong")
     assert not episode.done and episode.messages[-1] == {"role": "user", "content": "Try again."}
     episode.step(env.row["answer"])
@@ -252,7 +252,7 @@ def test_splits_of_a_data_set_stay_apart(tmp_path: Path) -> None:
         write(
             folder / f"{split}.jsonl", [{"question": f"Is {n} odd?", "answer": "1"} for n in range(start, start + 60)]
         )
-    env = make("prompts", path=str(folder))
+    env: Any = make("prompts", path=str(folder))
     seen: dict[str, set[str]] = {"train": set(), "validation": set(), "test": set()}
     for split, found in seen.items():
         for seed in range(60):

@@ -19,7 +19,7 @@ GAMES = [name for name in names() if name not in ("prompts", "deep_coder")]
 
 
 def of(level: tuple[str, ...], **options: Any) -> FrozenLake:
-    env = make("frozen_lake", size=len(level), **options)
+    env = FrozenLake(size=len(level), **options)
     env.reset(seed=0)
     env.begin(level)
     return env
