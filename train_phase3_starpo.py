@@ -34,8 +34,6 @@ from posttrain.runtime import runlog
 from posttrain.types import Trajectory, UserError, derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from posttrain.models import Chat
@@ -90,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     parts = Parts(cfg, chat, sampler, learner, distillation, former_tasks, monitor)
     worker = None
     if cfg.rollout.max_staleness:
-        worker = starpo.RolloutWorker(cfg, sampler, chat, lambda step: starpo.levels(cfg, step, state.joined))
+        worker = starpo.RolloutWorker(cfg, sampler, chat, lambda step: starpo.levels(cfg, step, state))
 
     with runlog.StopSignals() as stop, models.no_bars(), starpo.kept_in_a_crash(setup, learner, chat, state):
         if state.step == 0:
@@ -99,11 +97,14 @@ def main(argv: list[str] | None = None) -> None:
             started_at = time.perf_counter()
             monitor.raised.clear()
             with learner.sampling():
-                groups = rollout(cfg, sampler, chat, step, state.joined, worker)
+                groups = rollout(cfg, sampler, chat, step, state, worker)
             played_at = time.perf_counter()
             starpo.refuse_crashes(cfg, state, groups)
+            if step == 1:
+                monitor.say(starpo.first_advice(cfg, learner, groups, model.num_parameters()))
             scored = score_and_filter(cfg, groups, learner)
             metrics = starpo.describe(groups, scored.std, scored.kept)
+            metrics |= starpo.record_levels(cfg, state, groups, step)
             metrics |= worker.staleness([t for group in groups for t in group]) if worker else {}
             if starpo.due(cfg.diagnostics.every, step) and cfg.protocol.think:
                 metrics |= starpo.thoughts_and_prompts(cfg, learner, chat, groups, step, state, monitor.say)
@@ -151,14 +152,14 @@ def main(argv: list[str] | None = None) -> None:
 # ----------------------------------------------------------------------------------------------------------- 1. rollout
 def rollout(
     cfg: StarPORun, sampler: Sampler, chat: Chat, step: int,
-    joined: Sequence[str] = (), worker: RolloutWorker | None = None,
+    state: RunState | None = None, worker: RolloutWorker | None = None,
 ) -> list[list[Trajectory]]:  # fmt: skip
     """Play all groups of a step, with all processes; samples of a group share the level and nothing else.
 
     Further groups are played while too few have episodes of different rewards, up to `rollout.refill`.
 
     Args:
-        joined: the environments of the curriculum (`envs.after`) that are played by now.
+        state: decides about environments (`envs.after`) and levels (`envs.difficulty`).
         worker: has played this step ahead, where one does.
     """
     wanted, most = cfg.rollout.groups, cfg.rollout.groups + cfg.rollout.refill
@@ -169,7 +170,7 @@ def rollout(
             worker.update_model_version(step - 1)
             trajectories = worker.take(step)
         else:
-            episodes, seeds = starpo.levels(cfg, step, joined, numbers)
+            episodes, seeds = starpo.levels(cfg, step, state, numbers)
             trajectories = starpo.play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
         size = cfg.rollout.num_generations
         played = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
@@ -353,7 +354,7 @@ def advise(cfg: StarPORun) -> None:
         cfg = setup.cfg
         model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
         learner = starpo.make_learner(cfg, model, chat)
-        sampler, starts, count = learner.open_sampler(chat), [], starpo.ANSWERS
+        sampler, starts, count = learner.open_sampler(chat), dict[str, starpo.Start](), starpo.ANSWERS
         for env in cfg.envs:
             levels = evaluation.held_out_levels(env, "validation", starpo.LEVELS)
             own = [(level, sample) for level in levels for sample in range(count)]
@@ -366,10 +367,9 @@ def advise(cfg: StarPORun) -> None:
             with learner.sampling(), models.no_bars():
                 played = starpo.play_all(cfg, sampler, chat, begun, cfg.rollout.temperature, seeds)
             starpo.refuse_crashed_evaluation(env, played)
-            entropies = learner.mean_entropies([t for t in played if not t.crashed and t.tokens])
             everything = runtime.parallel.gather(played)
             groups = [everything[start : start + count] for start in range(0, len(everything), count)]
-            starts.append(starpo.Start.of(env.title, groups, entropies.tolist()))
+            starts[env.title] = starpo.measure_start(learner, groups, env.title)
         started_at = time.perf_counter()
         with learner.sampling(), models.no_bars():
             groups = rollout(cfg, sampler, chat, 1)
@@ -377,7 +377,7 @@ def advise(cfg: StarPORun) -> None:
         if scored.kept:
             update(cfg, learner, collect(cfg, learner, groups, scored), 1)
         seconds = time.perf_counter() - started_at
-        runlog.say(starpo.advice(cfg, starts, model.num_parameters(), seconds))
+        runlog.say(starpo.advice_text(cfg, starts, model.num_parameters(), seconds))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ class TrainingEnvSection(EnvSection):
         None,
     )
     after_success: float = Field("how often: success on the validation levels of an evaluation", 0.5, gt=0, le=1)
+    difficulty: Literal["auto"] | None = Field(
+        "auto: half of its groups play again a level of the last 16 steps that 20 to 80 % of its episodes won (arXiv"
+        " 2010.03934); null always draws new levels",
+        None,
+    )
 
 
 TrainingEnv = Annotated[TrainingEnvSection, BeforeValidator(env_by_name)]

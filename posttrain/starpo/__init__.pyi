@@ -1,6 +1,13 @@
 from . import advantages as advantages, filters as filters, losses as losses, run_state as run_state
 from .advantages import grpo as grpo
-from .advice import ANSWERS as ANSWERS, LEVELS as LEVELS, Start as Start, advice as advice
+from .advice import (
+    ANSWERS as ANSWERS,
+    LEVELS as LEVELS,
+    Start as Start,
+    advice_text as advice_text,
+    first_advice as first_advice,
+    measure_start as measure_start,
+)
 from .distillation import Distillation as Distillation
 from .estimators import Earned as Earned, estimate as estimate
 from .experience import Batch as Batch, Experience as Experience, Measured as Measured, Scored as Scored
@@ -10,6 +17,7 @@ from .learner import (
     objective_settings as objective_settings,
     schedule as schedule,
 )
+from .level_choice import record_levels as record_levels
 from .losses import ppo_clip as ppo_clip
 from .monitoring.alarms import not_finite as not_finite
 from .monitoring.collapse import thoughts_and_prompts as thoughts_and_prompts

@@ -7,7 +7,7 @@ held-out levels: how often the first one succeeds, how often one of them does, a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from envs import TextEnv
 from posttrain.config import StarPORun
 from posttrain.metrics import pass_at
 from posttrain.rollout import open_env
+from posttrain.runtime import floats
+from posttrain.starpo.learner import Learner
 from posttrain.starpo.monitoring.episodes import differs
 from posttrain.types import Trajectory
 
@@ -25,7 +27,7 @@ UNREADABLE = 0.3  # of turns whose format or action is invalid
 CUT_OFF = 0.2  # of answers
 COLD = 0.2  # nats a token: below it, RL explored little in published runs (arXiv 2606.18487)
 GAIN = 0.05  # of success, whose time to be seen is computed
-LARGE = 1e8  # parameters from which published rates hold
+LARGE = 1e8  # parameters from which published rates and entropies hold
 FASTEST = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}  # of such models; above, published runs diverged
 
 
@@ -74,11 +76,12 @@ class Start(NamedTuple):
         )
 
 
-def verdicts(start: Start, env: TextEnv, answer_tokens: int) -> list[str]:
+def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int) -> list[str]:
     """Return what follows from a start, a sentence or two for each finding; at least one.
 
     Args:
         answer_tokens: `rollout.max_completion_length`.
+        parameters: of the model; a small one gains from entropies at which large ones did not.
     """
     found: list[str] = []
     if start.unfinished > CUT_OFF:
@@ -93,8 +96,8 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int) -> list[str]:
     if start.pass_1 > SATURATED:
         harder = f": {env.harder}" if env.harder else ""
         found.append(
-            f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder levels{harder}, or fewer"
-            " demonstrations before."
+            f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder levels{harder}, those"
+            " that are not always won (envs.difficulty: auto), or fewer demonstrations before."
         )
     elif start.pass_k < HOPELESS:
         easier = f" ({env.easier})" if env.easier else ""
@@ -102,7 +105,7 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int) -> list[str]:
             f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the levels. First demonstrations"
             f" (posttrain env demos, then phase 1), a clearer prompt (protocol.system), or easier levels{easier}."
         )
-    if start.entropy < COLD and start.pass_1 <= SATURATED:
+    if start.entropy < COLD and start.pass_1 <= SATURATED and parameters >= LARGE:
         found.append(
             "The entropy is low, so episodes of a level resemble each other: fewer epochs or rows of imitation, or"
             " a higher rollout.temperature."
@@ -129,18 +132,40 @@ def steps_to_see(spread: float, groups: int) -> int:
     return max(1, math.ceil(2 * (1.96 * error / GAIN) ** 2))
 
 
-def advice(cfg: StarPORun, starts: Sequence[Start], parameters: int, seconds: float) -> str:
-    """Return all of it as text. seconds: that a step takes."""
+def measure_start(learner: Learner, groups: Sequence[Sequence[Trajectory]], title: str) -> Start:
+    """Return what the policy does in the environment of this title, by groups of one size that it has played."""
+    written = [t for group in groups for t in group if not t.crashed and t.tokens]
+    return Start.of(title, groups, floats(learner.mean_entropies(written)) if written else [])
+
+
+def advice_text(cfg: StarPORun, starts: Mapping[str, Start], parameters: int, seconds: float | None = None) -> str:
+    """Return what the starts show and what follows, a line each.
+
+    Args:
+        starts: by title of the environment.
+        parameters: of the model.
+        seconds: that a step takes, where it was measured.
+    """
     lines: list[str] = []
-    for section, start in zip(cfg.envs, starts, strict=True):
-        lines.append(start.figures())
-        lines += [f"  {each}" for each in verdicts(start, open_env(section), cfg.rollout.max_completion_length)]
+    for section in cfg.envs:
+        if (start := starts.get(section.title)) is not None:
+            found = verdicts(start, open_env(section), cfg.rollout.max_completion_length, parameters)
+            lines += [start.figures(), *(f"  {each}" for each in found)]
     lines += [text] if (text := rate_warning(cfg, parameters)) else []
-    if seconds:
-        steps = max(steps_to_see(start.spread, cfg.rollout.groups) for start in starts)
+    if seconds is not None and starts:
+        steps = max(steps_to_see(start.spread, cfg.rollout.groups) for start in starts.values())
         hours = cfg.trainer.max_steps * seconds / 3600
         lines.append(
             f"A step takes {seconds:.0f} s, all {cfg.trainer.max_steps} take {hours:.1f} h."
             f" A gain of {GAIN:.0%} is seen in the mean of {steps} steps of {cfg.rollout.groups} groups."
         )
     return "\n".join(lines)
+
+
+def first_advice(cfg: StarPORun, learner: Learner, groups: Sequence[Sequence[Trajectory]], parameters: int) -> str:
+    """Return the same by what the first step played, before anything was learned from it."""
+    titles = {group[0].env for group in groups}
+    starts = {
+        title: measure_start(learner, [group for group in groups if group[0].env == title], title) for title in titles
+    }
+    return f"Before the first update, on {len(groups)} training levels:\n{advice_text(cfg, starts, parameters)}"

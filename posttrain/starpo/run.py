@@ -25,6 +25,7 @@ from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runl
 from posttrain.starpo import distillation, run_state
 from posttrain.starpo.functions import check_functions
 from posttrain.starpo.learner import Learner
+from posttrain.starpo.level_choice import level_seeds
 from posttrain.starpo.monitoring.episodes import memory, reward_table
 from posttrain.starpo.run_state import RunState, changed
 from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed
@@ -123,24 +124,26 @@ def environments_of_groups(
 
 
 def levels(
-    cfg: StarPORun, step: int, joined: Sequence[str] = (), groups: Sequence[int] | None = None
+    cfg: StarPORun, step: int, state: RunState | None = None, groups: Sequence[int] | None = None
 ) -> tuple[list[Episode | Trajectory], list[int]]:
     """Return this process's episodes of a step, in their first state, and the seed of what is sampled in each.
 
     Args:
-        joined: the environments of the curriculum (`envs.after`) that are played by now.
+        state: knows the environments of the curriculum (`envs.after`) that are played by now, and former levels.
         groups: their numbers; None for the `rollout.groups` first ones. The environments of later ones are the same in
             turn.
     """
-    envs_G = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
+    state = state or RunState()
+    envs_G = environments_of_groups(cfg.envs, cfg.rollout.groups, step, state.joined)
     numbers = range(len(envs_G)) if groups is None else groups
+    played = [envs_G[group % len(envs_G)] for group in range(max(numbers, default=-1) + 1)]
+    seeds_G = level_seeds(cfg, played, step, state.levels)
     episodes: list[Episode | Trajectory] = []
     seeds: list[int] = []
     for group in (numbers[place] for place in parallel.mine(len(numbers))):
         for sample in range(cfg.rollout.num_generations):
-            level_seed = derive_seed(cfg.seed, "level", step, group)
             noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
-            episodes.append(new_episode(envs_G[group % len(envs_G)], cfg.protocol, level_seed, "train", noise_seed))
+            episodes.append(new_episode(played[group], cfg.protocol, seeds_G[group], "train", noise_seed))
             seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
     return episodes, seeds
 

@@ -59,6 +59,7 @@ class RunState:
     best_success: float = -1.0
     best_won: dict[str, list[bool]] = field(default_factory=dict[str, list[bool]])  # by environment: validation levels
     joined: list[str] = field(default_factory=list[str])  # environments of the curriculum that are played by now
+    levels: dict[str, list[list[float]]] = field(default_factory=dict[str, list[list[float]]])  # see `level_choice`
     first_answers: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by suite of former phases
     plan: dict[str, int] = field(default_factory=dict[str, int])  # by dotted path: what the memory plan chose
     alarms: AlarmState = field(default_factory=AlarmState)

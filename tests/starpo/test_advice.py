@@ -1,0 +1,95 @@
+"""Does the advice before training count rightly, and say what follows from it?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_learner import config, played, policy
+from test_phase3 import settings, train
+
+import envs
+from posttrain.starpo.advice import GAIN, Start, measure_start, rate_warning, steps_to_see, verdicts
+from posttrain.starpo.learner import Learner
+from posttrain.types import Trajectory
+
+GOOD = Start("sokoban", 0.3, 0.9, 16, 0.8, 0.5, 0.05, 0.0, 0.2)
+
+
+def episode(won: bool, invalid: int = 0, unfinished: int = 0) -> Trajectory:
+    t = Trajectory(env="frozen_lake", level_seed=1, noise_seed=0, success=won, invalid_turns=invalid)
+    t.turn_rewards, t.turn_penalties, t.unfinished_turns = [0.0, float(won)], [0.0, 0.0], unfinished
+    return t
+
+
+def test_a_start_is_counted() -> None:
+    groups = [
+        [episode(True), episode(True)],
+        [episode(True, invalid=1), episode(False, unfinished=1)],
+        [episode(False), episode(False, invalid=1)],
+    ]
+    start = Start.of("frozen_lake", groups, [0.2, 0.4])
+    expected = Start("frozen_lake", 0.5, 2 / 3, 2, 1 / 3, 0.3, 2 / 12, 1 / 12, 0.5)
+    assert (start.env, start.k) == (expected.env, expected.k)
+    assert start[1:3] + start[4:] == pytest.approx(expected[1:3] + expected[4:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters", "words"),
+    [
+        ({}, 1e9, ["A good start: 80% of the groups teach."]),
+        ({"pass_1": 0.95, "pass_k": 1.0, "differ": 0.1}, 1e9, ["Saturated: 90% of the groups teach nothing", "boxes"]),
+        ({"pass_1": 0.0, "pass_k": 0.05}, 1e9, ["Hopeless as it is: 16 tries succeed on 5% of the levels", "demos"]),
+        ({"invalid": 0.6}, 1e9, ["format is not learnt"]),
+        ({"unfinished": 0.5}, 1e9, ["raise rollout.max_completion_length (now 64)"]),
+        ({"entropy": 0.1}, 1e9, ["The entropy is low"]),
+        ({"entropy": 0.1}, 5e5, ["A good start"]),  # as small models have it
+    ],
+)
+def test_what_follows_is_said(changes: dict[str, Any], parameters: float, words: list[str]) -> None:
+    found = verdicts(GOOD._replace(**changes), envs.make("sokoban"), 64, int(parameters))
+    assert len(found) == 1 and all(each in found[0] for each in words), found
+
+
+def test_a_rate_above_what_is_known_is_named() -> None:
+    fast = config().model_copy(update={"trainer": config().trainer.model_copy(update={"learning_rate": 1e-4})})
+    assert "trainer.learning_rate 0.0001 is above" in rate_warning(fast, 10**9)
+    assert rate_warning(fast, 10**6) == ""
+
+
+def test_a_gain_needs_more_steps_where_levels_differ_more() -> None:
+    # both means have the error spread / sqrt(groups x steps); their difference is seen at 1.96 errors
+    assert steps_to_see(0.0, 8) == 1
+    error = 0.4 / (8 * steps_to_see(0.4, 8)) ** 0.5
+    assert 1.96 * 2**0.5 * error <= GAIN < 1.05 * 1.96 * 2**0.5 * error
+
+
+def test_the_entropy_is_that_of_the_tokens() -> None:
+    learner = Learner(config(), model := policy(), None)
+    groups = played(model)
+    title = groups[0][0].env
+    flat = [t for group in groups for t in group if t.tokens and not t.crashed]
+    start = measure_start(learner, groups, title)
+    assert start.entropy == pytest.approx(learner.mean_entropies(flat).mean().item())
+
+
+def test_advice_is_given_and_nothing_is_kept(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from posttrain import starpo
+
+    monkeypatch.setattr(starpo, "LEVELS", 4)
+    monkeypatch.setattr(starpo, "ANSWERS", 3)
+    train(settings(tmp_path / "run.yaml", player), "--advise")
+    told = "".join(capsys.readouterr())
+    assert "frozen_lake: pass@1 " in told and "pass@3 " in told and "A step takes " in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_begins_with_the_advice(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = {"every": 2, "episodes": 2, "final_episodes": 2}
+    file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation=few)
+    train(file)
+    told = "".join(capsys.readouterr())
+    assert told.count("Before the first update, on 4 training levels:") == 1 and "frozen_lake: pass@1 " in told
