@@ -114,11 +114,14 @@ class Style:
         ahead, moves = _ahead(episode), [action]
         ahead.step(format_response("", [action], ahead.protocol))
         if self.thought == "next_state":
-            return f"Next state: {ahead.env.observe()}"
+            words = "Next state: " if episode.protocol.style == "compact" else "Then I will see:\n"
+            return f"{words}{ahead.env.observe()}"
         while len(moves) < self.plan and not ahead.done:
             moves.append(next_action(ahead.env, player))
             ahead.step(format_response("", moves[-1:], ahead.protocol))
-        return f"Plan: {f' {ACTION_SEP} '.join(moves)}"
+        if episode.protocol.style == "compact":
+            return f"Plan: {f' {ACTION_SEP} '.join(moves)}"
+        return f"My plan is {', then '.join(moves)}."
 
 
 def _ahead(episode: Episode) -> Episode:

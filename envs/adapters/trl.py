@@ -71,7 +71,10 @@ class TRLGame:
             self._episode = None
             raise ValueError(f"The environment {self._name} failed ({error}): the episode is over.") from error
         self._reward += turn.reward + turn.penalty
-        return f"Reward {round(turn.reward, 6):g}\n{episode.env.observe()}\n{OVER}" if turn.user is None else turn.user
+        if turn.user is not None:
+            return turn.user
+        words = "Your reward was {:g}." if self._protocol.style == "plain" else "Reward {:g}"
+        return f"{words.format(round(turn.reward, 6))}\n{episode.env.observe()}\n{OVER}"
 
     def get_reward(self) -> float:
         """Return the sum of the rewards of all turns and of the penalties for invalid actions."""

@@ -129,14 +129,21 @@ class Countdown(TextEnv):
         reading, reward = parse_expression(action), 0.0
         counts = reading is not None and not self._over
         if reading is not None and counts:
-            wrong = self._wrong_numbers(reading.numbers)
+            excess, unused = self._wrong_numbers(reading.numbers)
+            wrong = bool(excess or unused)
             score = 0.0 if wrong or reading.value is None else RIGHT_NUMBERS
             score = 1.0 if score and reading.value == self.level.target else score
             reward, self.best = max(0.0, score - self.best), max(score, self.best)
             self.answers += 1
             self.failure = "numbers" if wrong else "value"
             value = "no value (division by zero)" if reading.value is None else str(reading.value)
-            self.last = f"{reading.text} = {value}{wrong}"
+            self.last = f"{reading.text} = {value}"
+            if self.style == "plain":
+                self.last += f". It uses {listed(excess)} more often than given" if excess else ""
+                self.last += f". It does not use {listed(unused, 'or')}" if unused else ""
+            else:
+                self.last += f" not given {' '.join(excess)}" if excess else ""
+                self.last += f" not used {' '.join(unused)}" if unused else ""
         success = self.best == 1.0
         info = {
             "success": success,
@@ -150,19 +157,18 @@ class Countdown(TextEnv):
     def _over(self) -> bool:
         return self.best == 1.0 or self.answers >= self.tries
 
-    def _wrong_numbers(self, used: tuple[int, ...]) -> str:
-        """Return what is wrong with the numbers of an answer, as feedback; empty if nothing is."""
+    def _wrong_numbers(self, used: tuple[int, ...]) -> tuple[list[str], list[str]]:
+        """Return the numbers of an answer that are not given, and those that it should use and does not."""
         there, here = Counter(self.level.numbers), Counter(used)
-        excess = " ".join(map(str, sorted((here - there).elements())))
-        unused = " ".join(map(str, sorted((there - here).elements()))) if self.config.use_all else ""
-        return (f" not given {excess}" if excess else "") + (f" not used {unused}" if unused else "")
+        unused = there - here if self.config.use_all else Counter[int]()
+        return [str(n) for n in sorted((here - there).elements())], [str(n) for n in sorted(unused.elements())]
 
     # -- text ------------------------------------------------------------------------------------------------------
 
     def observe(self) -> str:
         if self.style == "plain":
             task = f"The target is {self.level.target}. The numbers are {listed([str(n) for n in self.level.numbers])}."
-            return f"{task}\nYour last answer: {self.last}" if self.last else task
+            return f"{task}\nYour last answer was {self.last}." if self.last else task
         task = f"Target {self.level.target} Numbers {' '.join(map(str, self.level.numbers))}"
         return f"{task}\nLast {self.last}" if self.last else task
 

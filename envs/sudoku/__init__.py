@@ -161,7 +161,8 @@ class Sudoku(TextEnv):
             twice = "" if right else self._conflicts(cell, value)
             comment = "right" if right else f"wrong, {value} is in the {twice}" if twice else "wrong"
             self.mistakes_left -= not right
-            self.last = f"{place_digit(self.shape.size, cell)} {value} {comment}"
+            place = place_digit(self.shape.size, cell)
+            self.last = f"{place} {value} was {comment}" if self.style == "plain" else f"{place} {value} {comment}"
             if self.dense:
                 gained = right - (before[cell] == self.level.solution[cell])
                 reward = RIGHT * gained + CONFLICT * bool(twice) + SOLVED * self._solved
@@ -228,7 +229,7 @@ class Sudoku(TextEnv):
         if 0 < len(left) <= self.shown:
             fits = [f"{place_digit(size, cell)}: {' '.join(map(str, values(mask)))}" for cell, mask in left.items()]
             said.append(f"Numbers that still fit, as row column: numbers: {'; '.join(fits)}.")
-        said += [f"Your last move: {self.last}."] if self.last else []
+        said += [f"Your last move {self.last}."] if self.last else []
         mistakes = max(0, self.mistakes_left)
         return [*said, f"You may make {counted(mistakes, 'more mistake')}." if mistakes else "You may make no mistake."]
 

@@ -66,16 +66,19 @@ def test_the_next_state_is_the_one_that_comes(name: str, tmp_path: Path) -> None
     shown = ["--options", f"{name}.observation=coordinates"]
     found = rows(tmp_path, name, *shown, "--n", "20", "--player", "expert:1,random:1", "--thought", "next_state")
     told = [(thought, after) for row in found for thought, _, after in turns(row)]
-    assert all(after is None or thought.removeprefix("Next state: ") in after for thought, after in told)
+    assert all(after is None or thought.removeprefix("Then I will see:\n") in after for thought, after in told)
     assert sum(after is not None for _, after in told) > 20
 
 
-def test_a_plan_is_what_the_expert_then_does(tmp_path: Path) -> None:
-    shown = ["--options", "sokoban.observation=grid"]
+@pytest.mark.parametrize(
+    ("style", "words", "between"), [("plain", "My plan is {}.", ", then "), ("compact", "Plan: {}", " || ")]
+)
+def test_a_plan_is_what_the_expert_then_does(tmp_path: Path, style: str, words: str, between: str) -> None:
+    shown = ["--options", "sokoban.observation=grid", "--style", style]
     for row in rows(tmp_path, "sokoban", *shown, "--n", "20", "--thought", "plan", "--plan", "3"):
         played = [action for _, action, _ in turns(row)]
         for n, (thought, _, _) in enumerate(turns(row)):
-            assert thought == f"Plan: {' || '.join(played[n : n + 3])}"
+            assert thought == words.format(between.join(played[n : n + 3]))
 
 
 @pytest.mark.parametrize(("style", "begins"), [("plain", "The goal is "), ("compact", "goal ")])
@@ -309,7 +312,7 @@ def test_a_source_of_phase_1_may_name_the_player_and_the_thought() -> None:
     source = Source(**said, player="expert:0.9,random:0.1", thought="plan")
     found = list(reading.read_rows(source, "data.sources.0", 0))
     assert len(found) == 6
-    assert all("<think>Plan: " in message["content"] for row in found for message in row["messages"][2::2])
+    assert all("<think>My plan is " in message["content"] for row in found for message in row["messages"][2::2])
     assert Source(**said).thought == "cues" and Source(**said).player is None
     with pytest.raises(UserError, match=r"data\.sources\.0\.envs: There is no player of rubiks_cube"):
         list(reading.read_rows(Source(**said, player="gaol"), "data.sources.0", 0))

@@ -199,7 +199,7 @@ def test_a_game_reads_and_pays_as_documented():
 
 @pytest.mark.parametrize(
     ("style", "said", "fit"),
-    [("plain", "Your last move: 1 1 2 wrong.\n", "still fit"), ("compact", "Last 1 1 2 wrong\n", "Possible")],
+    [("plain", "Your last move 1 1 2 was wrong.\n", "still fit"), ("compact", "Last 1 1 2 wrong\n", "Possible")],
 )
 def test_a_number_that_fits_and_is_wrong_earns_nothing(style, said, fit):
     env = make("sudoku", candidates=0)
