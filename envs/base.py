@@ -12,16 +12,18 @@ import difflib
 import hashlib
 import json
 import string
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
 
+T = TypeVar("T")
 SPLITS = ("train", "validation", "test")
 DRAWS = 2_000  # candidates looked at before a level is declared not to be found
 OBSERVATIONS = ("grid", "coordinates", "both", "neighbours")
@@ -364,8 +366,16 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         return self.thought()
 
     def example(self) -> tuple[str, tuple[str, ...]]:
-        """Return a thought and actions that show in the system message how to answer; about no level in particular."""
+        """Return a thought and actions that show in the system message how to answer; about no level in particular.
+
+        Small models copy its action. So it should differ from level to level (`by_level`), to favour none.
+        """
         return "I look at what is there and choose what brings me closer.", tuple((self.actions or ("...",))[:2])
+
+    def by_level(self, choices: Sequence[T]) -> T:
+        """Return one of these, the same for all episodes of a level; the first one before a level is opened."""
+        key = self.level_key() if hasattr(self, "level") else ""
+        return choices[zlib.crc32(key.encode("utf-8", "surrogatepass")) % len(choices)]
 
     def choose(self, actions: Sequence[str] = ()) -> str:
         """Return one of these actions by `policy_rng`; of all actions where it is empty."""

@@ -280,8 +280,11 @@ class FrozenLake(TextEnv):
         return f"{self.thought()} {choice}"
 
     def example(self) -> tuple[str, tuple[str, ...]]:
-        thought = "The goal is 2 steps to the right. There is a hole to the right of me, so I go down first."
-        return thought, ("Down", "Right")
+        action = self.by_level(("Down", "Left", "Right", "Up"))
+        there, then = ("to the right", "Right") if action in ("Up", "Down") else ("above me", "Up")
+        beside = "to the right of me" if then == "Right" else "above me"
+        thought = f"The goal is 2 steps {there}. There is a hole {beside}, so I go {action.lower()} first."
+        return thought, (action, then)
 
     def players(self) -> dict[str, str]:
         """`nearer` ignores holes; `safe` ignores the goal."""

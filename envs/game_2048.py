@@ -171,7 +171,8 @@ class Game2048(TextEnv):
         return self.thought() if self.style == "compact" else f"{self.thought()} I choose {action}."
 
     def example(self) -> tuple[str, tuple[str, ...]]:
-        return "The two tiles of 8 in the first row meet if I slide left.", ("Left", "Down")
+        action, line = self.by_level((("Left", "row"), ("Down", "column"), ("Right", "row"), ("Up", "column")))
+        return f"The two tiles of 8 in the first {line} meet if I slide {action.lower()}.", (action, action)
 
     def state_key(self) -> str:
         return self.observe()

@@ -340,10 +340,11 @@ class Sokoban(TextEnv):
         return f"{self.thought()} I {'push' if pushes else 'go'} {action.lower()}."
 
     def example(self) -> tuple[str, tuple[str, ...]]:
-        thought = (
-            "The box is 1 step to the right from me, and its target 2 steps to the right from the box, so I push it."
+        action, place = self.by_level(
+            (("Right", "to the right of"), ("Down", "below"), ("Left", "to the left of"), ("Up", "above"))
         )
-        return thought, ("Right", "Right")
+        thought = f"The box is 1 step {place} me, and its target is 2 steps {place} the box, so I push it."
+        return thought, (action, action)
 
     def players(self) -> dict[str, str]:
         """`push` pushes when it happens to stand right; `go` walks to where it should stand, blind to what is in the
