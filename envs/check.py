@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env check") -
     try:
         subject = check_request(arguments)
     except (ValueError, NoAnswer) as problem:
-        print(problem, file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
         return 2
     try:
         if arguments.hostile:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env check") -
             return 0
         return show_digest(subject) if arguments.digest else look(subject, arguments.seed)
     except (NoLevel, NoAnswer) as problem:
-        print(problem, file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
         return 2
 
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env play") ->
         protocol = Protocol.of(env, max_turns=arguments.turns, style=arguments.style)
         episode = Episode(env, protocol, arguments.seed, split)
     except (ValueError, NoAnswer) as problem:
-        print(problem, file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
         return 2
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # whatever is piped in, and whatever a terminal cannot show
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env play") ->
     except (EOFError, KeyboardInterrupt):
         print()
     except NoAnswer as problem:
-        print(problem, file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
         return 2
     print(summary(episode, sum(rewards)))
     return 0

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from posttrain.config import suggestions
-from posttrain.config.reference import find_config
+from posttrain.config.reference import as_started, find_config
 from posttrain.config.shared import Section, hint
 from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
 from posttrain.config.yaml_file import parse_yaml, read_yaml
@@ -38,7 +38,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     try:
         main()
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {as_started(str(problem))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -87,7 +87,7 @@ def load(
     """
     parser = argparse.ArgumentParser(
         prog=Path(sys.argv[0]).name,  # as Python before 3.14 has it
-        description=description,
+        description=as_started(description or ""),
         epilog="keys of the YAML file and of the overrides:\n" + "\n".join(_describe(schema)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -74,6 +74,13 @@ def _like(name: str) -> list[str]:
     )
 
 
+def as_started(text: str) -> str:
+    """Return a text whose commands are those that the user starts: `posttrain dpo` if started as posttrain."""
+    for script in _COMMANDS:
+        text = text.replace(f"python {script}.py", command(script))
+    return text
+
+
 def command(script: str) -> str:
     """Return how the user starts a script: `python train_phase2_dpo.py`, or `posttrain dpo` if started as posttrain."""
     return f"posttrain {_COMMANDS[script]}" if sys.argv[0].startswith("posttrain ") else f"python {script}.py"

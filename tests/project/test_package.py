@@ -203,3 +203,10 @@ def test_the_version_stands_in_one_place_and_others_agree() -> None:
     pythons = set(workflow["jobs"]["test"]["strategy"]["matrix"]["python"])
     assert pythons <= {line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"]}
     assert {"run": ".ci/run"} in workflow["jobs"]["test"]["steps"]
+
+
+def test_commands_in_messages_are_those_that_one_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Measure again: python evaluate_model.py --overwrite"
+    assert reference.as_started(text) == text
+    monkeypatch.setattr(sys, "argv", ["posttrain report"])
+    assert reference.as_started(text) == "Measure again: posttrain eval --overwrite"
