@@ -59,17 +59,15 @@ def record_levels(
     Records that no later step can use are dropped.
     """
     figures: dict[str, float] = {}
-    for env in cfg.envs:
-        if env.difficulty != "auto":
-            continue
-        kept = [each for each in state.levels.get(env.title, []) if each[0] > step - WINDOW - cfg.rollout.max_staleness]
+    for env in [section.title for section in cfg.envs if section.difficulty == "auto"]:
+        kept = [each for each in state.levels.get(env, []) if each[0] > step - WINDOW - cfg.rollout.max_staleness]
         finished = [[t for t in group if not t.crashed] for group in groups]
         new = [
             [step, group[0].level_seed, fmean(t.success for t in group)]
             for group in finished
-            if group and group[0].env == env.title
+            if group and group[0].env == env
         ]
         before = {seed for _, seed, _ in kept}
-        figures[f"rollout/{env.title}/levels_again"] = sum(seed in before for _, seed, _ in new)
-        state.levels[env.title] = kept + new
+        figures[f"rollout/{env}/levels_again"] = sum(seed in before for _, seed, _ in new)
+        state.levels[env] = kept + new
     return figures

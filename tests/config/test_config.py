@@ -383,7 +383,7 @@ def test_presets_lie_under_the_file_and_the_overrides():
         StarPORun, file, ["algorithm.preset=starpo", "algorithm.epsilon_high=0.3", "rollout.groups=4"]
     )
     assert (mixed.algorithm.epsilon_high, mixed.rollout.groups, mixed.rollout.num_generations) == (0.3, 4, 16)
-    assert mixed.rollout.max_completion_length == 64  # the file's own keys stay
+    assert mixed.rollout.max_completion_length == 96  # the file's own keys stay
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "presets"], ids=named)

@@ -181,7 +181,8 @@ def test_positions_that_are_learnt_are_the_limit(tmp_path: Path) -> None:
     gpt2 = model_families.write(tmp_path / "gpt2", "gpt2", max_position_embeddings=None, n_positions=64)
     llama = model_families.write(tmp_path / "llama", "llama", max_position_embeddings=64)
     words = r"rollout\.max_context=1024, but .* has an embedding for each of 64 positions"
-    cfg = config.resolve(StarPORun, FILE, ["device=cpu", f"model.name_or_path={gpt2}", "distillation=null"])
+    changes = ["device=cpu", f"model.name_or_path={gpt2}", "distillation=null", "rollout.max_context=1024"]
+    cfg = config.resolve(StarPORun, FILE, changes)
     with pytest.raises(UserError, match=words) as refused:
         preflight.check_run(cfg)
     assert str(refused.value) == lines(gpt2)["longest context"].words

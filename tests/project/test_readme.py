@@ -371,6 +371,7 @@ def test_every_metric_of_phase_3_is_explained():
         ("posttrain/starpo/monitoring/updates.py", "policy|critic|row|advantage_figures"),
         ("posttrain/starpo/monitoring/monitor.py", "react|compare_with_best"),
         ("posttrain/starpo/rollout_worker.py", "staleness"),
+        ("posttrain/starpo/level_choice.py", "record_levels"),
     ):
         for function in functions(file, names):
             written |= {key for key in written_keys(function) if "/" in key or key == "memory"}
