@@ -45,4 +45,11 @@ from .loading import (
 )
 from .model_card import commit as commit
 from .model_files import errors_in_words as errors_in_words, no_bars as no_bars
-from .tools import Said as Said, Tools as Tools
+from .tools import (
+    Said as Said,
+    Tools as Tools,
+    plain_calls as plain_calls,
+    read_json as read_json,
+    tools_key as tools_key,
+    without_nothing as without_nothing,
+)
