@@ -96,6 +96,15 @@ def tool_of(path: str) -> Tool:
     return Tool(function, path)
 
 
+def tools_of(paths: Sequence[str]) -> list[Tool]:
+    """Return the tools that paths name. ValueError where two have the same name."""
+    tools = [tool_of(path) for path in paths]
+    names = [tool.name for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two tools have the name {twice}, by which the model calls them: rename one function.")
+    return tools
+
+
 def methods_of(instance: Any) -> list[Tool]:
     """Return the public methods of an environment in TRL's style as tools, `reset` aside."""
     names = [name for name, _ in inspect.getmembers(type(instance), callable) if name[0] != "_" and name != "reset"]

@@ -178,11 +178,15 @@ class Prompts(TextEnv):
             raise ValueError(f"reply returned {type(said).__name__}; it returns the next user message, or None to end")
         return said
 
+    def heard(self, messages: Sequence[Message]) -> None:
+        self.said += messages
+
     @property
     def answered(self) -> Answered:
-        """What its reward functions are given."""
+        """What its reward functions are given: with tools always messages, as TRL does."""
         prompt = self.conversation.prompt
-        return Answered(self.conversation.given, self.said[len(prompt) :], self.row, self.level.number)
+        given = list(prompt) if self.tools else self.conversation.given
+        return Answered(given, self.said[len(prompt) :], self.row, self.level.number)
 
     @classmethod
     def score(cls, envs: Sequence[TextEnv]) -> list[LateReward | Exception]:
@@ -210,4 +214,5 @@ class Prompts(TextEnv):
         return [scored[id(env)] for env in envs]
 
     def state_key(self) -> str:
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.said)
+        said = (message for message in self.said if message["role"] != "tool" and "tool_calls" not in message)
+        return "\n".join(f"{message['role']}: {message['content']}" for message in said)

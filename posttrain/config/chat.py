@@ -19,6 +19,7 @@ from posttrain.config.shared import (
     Section,
     hint,
     turns_where_counted,
+    whole_context_with_tools,
     wrong,
 )
 
@@ -56,6 +57,7 @@ class ChatRun(Section):
 
     @model_validator(mode="after")
     def _known_preset(self) -> ChatRun:
+        whole_context_with_tools(self.envs, self.context, "context")
         if self.preset not in self.presets:
             known = list(self.presets)
             raise wrong(f"`{self.preset}` is not a preset: write one of {', '.join(known)}{hint(self.preset, known)}")

@@ -209,6 +209,11 @@ class Chat(Literals):
             ids += self._without(content, text, self._kept_out(message["role"], tools)) + literal
         return ids
 
+    def check_tools(self, tools: Tools) -> None:
+        """Raise UserError if the template cannot show these tools or write calls that can be read."""
+        self.prompt([{"role": "user", "content": "Hi"}], tools)
+        assert self.call_form
+
     def read_calls(self, text: str) -> Said:
         """Return the calls of tools in the text of a sampled turn."""
         return read_calls(text, self.call_form, self.tokenizer)

@@ -17,6 +17,7 @@ import io
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,9 +118,10 @@ def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[s
     protocol = Protocol.of(env, **{name: value for name, value in stage.protocol.items() if name != "preset"})
     env.reset(seed=stage.seed, options=stage.reset_options)  # the list of actions may depend on the level
     turns, left = [], list(row["actions"])
-    for message in row["messages"]:
+    for message, following in pairwise([*row["messages"], {}]):
         if message["role"] == "assistant":
-            taken = protocol.read(message["content"], env.actions).actions[: len(left)]
+            calls = following.get("role") == "tool"  # such a turn does not act
+            taken = [] if calls else protocol.read(message["content"], env.actions).actions[: len(left)]
             if taken != left[: len(taken)]:
                 raise ValueError("the actions of a transcript do not match its text")
             del left[: len(taken)]
