@@ -106,9 +106,24 @@ def tools_of(paths: Sequence[str]) -> list[Tool]:
 
 
 def methods_of(instance: Any) -> list[Tool]:
-    """Return the public methods of an environment in TRL's style as tools, `reset` aside."""
-    names = [name for name, _ in inspect.getmembers(type(instance), callable) if name[0] != "_" and name != "reset"]
+    """Return the public methods of an environment in TRL's style as tools, `reset` and `get_reward` aside."""
+    members = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
+    names = [name for name in members if name[0] != "_" and name not in ("reset", "get_reward")]
     return [Tool(getattr(instance, name), f"{type(instance).__name__}.{name}") for name in names]
+
+
+def environment_of(path: str) -> Callable[[], Any]:
+    """Return the class of an environment in TRL's style. ValueError, in words, where it cannot be one."""
+    try:
+        made = by_path(path)
+    except ValueError as problem:
+        raise ValueError(f"the environment {path} cannot be used: {problem}") from problem.__cause__
+    if not callable(made) or not callable(getattr(made, "reset", None)):
+        raise ValueError(
+            f"the environment {path} is not a class with a method reset(**row) -> str | None, as TRL's"
+            " environment_factory expects."
+        )
+    return made
 
 
 def answer_of(call: Call, tools: Sequence[Tool], seconds: float) -> Answer:

@@ -108,7 +108,7 @@ def open_env(section: EnvSection, **more: object) -> TextEnv:
     with keep_process_state(section.name):
         env = envs.make(section.name, **section.options, **more)
         if section.tools:
-            env.tools = tools_of(section.tools)
+            env.tools = [*env.tools, *tools_of(section.tools)]
     env.label, env.max_calls, env.call_seconds = section.title, section.max_calls, section.call_seconds
     return env
 
@@ -252,6 +252,10 @@ class Game:
         if episode.env.tools:
             self.tools["tools"] = [tool.schema for tool in episode.env.tools]
             chat.check_tools(self.tools["tools"])
+            if context.kind != "full":
+                raise UserError(
+                    f"{episode.env.title} has tools, which need the whole conversation: write context: full."
+                )
         episode.env.late = episode.env.can_be_late
         self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
         self.trajectory = Trajectory(

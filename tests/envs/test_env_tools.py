@@ -55,7 +55,7 @@ async def wait(seconds: float) -> str:
     return "done"
 
 
-def no_types(a):  # noqa: ANN001, ANN201
+def no_types(a):
     """Do it.
 
     Args:
@@ -153,6 +153,6 @@ def test_methods_of_an_environment_are_tools_of_one_instance() -> None:
     first, second = Counter(), Counter()
     first.reset(), second.reset()
     (step,) = methods_of(first)
-    assert step.schema["function"]["name"] == "step" and list(step.schema["function"]["parameters"]["required"]) == ["by"]
+    assert step.schema["function"]["name"] == "step"
     assert [answer_of(Call("step", {"by": 2}), [step], 5.0).text for _ in range(2)] == ["2", "4"]
     assert (first.value, second.value) == (4, 0)
