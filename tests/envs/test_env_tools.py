@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from envs.tools import MOST_CHARACTERS, Call, Tool, answer_of, methods_of, tool_of
+from examples.own_tool import calculate
 
 
 def add(a: int, b: int = 1) -> int:
@@ -156,3 +157,31 @@ def test_methods_of_an_environment_are_tools_of_one_instance() -> None:
     assert step.schema["function"]["name"] == "step"
     assert [answer_of(Call("step", {"by": 2}), [step], 5.0).text for _ in range(2)] == ["2", "4"]
     assert (first.value, second.value) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("3 * (2 + 4.5)", "19.5"), ("-7 // 2", "-4"), ("1,200 % 7", "3"), ("1/3", "0.3333333333"), (" 2 ", "2")],
+)
+def test_the_calculator_calculates(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os')",
+        "9 ** 9 ** 9",
+        "a",
+        "'x' * 9",
+        "(1).real",
+        "[1]",
+        "1 if 1 else 2",
+        "1" * 201,
+        "True",
+        "1 +",
+        "1j",
+    ],
+)
+def test_the_calculator_reads_numbers_alone(expression: str) -> None:
+    assert answer_of(Call("calculate", {"expression": expression}), [Tool(calculate, "here")], 5.0).failed
