@@ -23,7 +23,6 @@ import gymnasium
 import numpy as np
 
 if TYPE_CHECKING:
-    from envs.protocol import Message
     from envs.tools import Tool
 
 SPLITS = ("train", "validation", "test")
@@ -347,7 +346,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         """
         return None
 
-    def heard(self, messages: Sequence[Message]) -> None:
+    def heard(self, messages: Sequence[dict[str, Any]]) -> None:
         """Take note of a turn that called tools, and of their answers, which do not change the state."""
 
     @classmethod

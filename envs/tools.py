@@ -29,8 +29,8 @@ class Call(NamedTuple):
     error: str = ""
 
 
-class Answer(NamedTuple):
-    """What a call came to, as the model reads it: Answer("3", failed=False)."""
+class ToolAnswer(NamedTuple):
+    """What a call came to, as the model reads it: ToolAnswer("3", failed=False)."""
 
     text: str
     failed: bool
@@ -54,7 +54,7 @@ class Tool:
 
         return validate_call(config=ConfigDict(arbitrary_types_allowed=True))(self.function)
 
-    def answer(self, arguments: dict[str, Any], seconds: float) -> Answer:
+    def answer(self, arguments: dict[str, Any], seconds: float) -> ToolAnswer:
         """Return what the function answers, within a time; errors in words. It may run in a thread."""
         from pydantic import ValidationError
 
@@ -70,19 +70,19 @@ class Tool:
 
         result = in_time(call, seconds)
         if isinstance(result, TimeoutError) and not str(result):
-            return Answer(f"Error: {self.name} took more than {seconds:g} s.", True)
+            return ToolAnswer(f"Error: {self.name} took more than {seconds:g} s.", True)
         if isinstance(result, ValidationError):
             wrong = "; ".join(
                 f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in result.errors(include_url=False)
             )
-            return Answer(capped(f"Error: {self.name}: {wrong}"), True)
+            return ToolAnswer(capped(f"Error: {self.name}: {wrong}"), True)
         if isinstance(result, BaseException):
-            return Answer(capped(f"Error: {type(result).__name__}: {' '.join(str(result).split())}"), True)
+            return ToolAnswer(capped(f"Error: {type(result).__name__}: {' '.join(str(result).split())}"), True)
         try:
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except (TypeError, ValueError, RecursionError) as error:
-            return Answer(f"Error: {self.name} returned neither a text nor JSON ({type(error).__name__}).", True)
-        return Answer(capped(text), False)
+            return ToolAnswer(f"Error: {self.name} returned neither a text nor JSON ({type(error).__name__}).", True)
+        return ToolAnswer(capped(text), False)
 
 
 def tool_of(path: str) -> Tool:
@@ -126,14 +126,14 @@ def environment_of(path: str) -> Callable[[], Any]:
     return made
 
 
-def answer_of(call: Call, tools: Sequence[Tool], seconds: float) -> Answer:
+def answer_of(call: Call, tools: Sequence[Tool], seconds: float) -> ToolAnswer:
     """Return the answer to one call."""
     if call.error:
-        return Answer(f"Error: {capped(call.error)}", True)
+        return ToolAnswer(f"Error: {capped(call.error)}", True)
     tool = next((tool for tool in tools if tool.name == call.name), None)
     if tool is None:
         known = ", ".join(tool.name for tool in tools)
-        return Answer(capped(f"Error: there is no tool {call.name[:80]}, only {known}."), True)
+        return ToolAnswer(capped(f"Error: there is no tool {call.name[:80]}, only {known}."), True)
     return tool.answer(call.arguments, seconds)
 
 

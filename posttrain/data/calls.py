@@ -20,7 +20,7 @@ BAD_TOOLS = "tools that are not schemas of functions"
 BAD_CALLS = "calls of tools that cannot be read"
 
 
-def tools_of(value: Any) -> list[dict[str, Any]] | str:
+def schemas_of(value: Any) -> list[dict[str, Any]] | str:
     """Return the schemas in a column, or why they cannot be read."""
     try:
         schemas = read_json(value) if isinstance(value, str) else value

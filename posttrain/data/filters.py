@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from envs.math_judge import MathJudge, last_boxed
 from posttrain.config import Source
 from posttrain.data import gsm8k as gsm8k_rows
-from posttrain.data.calls import BAD_CALLS, BAD_TOOLS, CALLERS, RESULTS, tools_of, with_calls
+from posttrain.data.calls import BAD_CALLS, BAD_TOOLS, CALLERS, RESULTS, schemas_of, with_calls
 from posttrain.data.formats import TEXT, has_value
 from posttrain.data.local import printable
 from posttrain.models import Message
@@ -150,7 +150,7 @@ def keep_dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Exam
     """
     if reason := _columns_that_matter(row, [name for name in ANSWER_COLUMNS if name != "tools"]) or _untrained(row):
         return reason
-    tools = tools_of(row["tools"]) if has_value(row.get("tools")) and row["tools"] not in NOTHING else None
+    tools = schemas_of(row["tools"]) if has_value(row.get("tools")) and row["tools"] not in NOTHING else None
     if isinstance(tools, str):
         return tools
     all_messages = row["messages"]

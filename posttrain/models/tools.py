@@ -1,6 +1,7 @@
 """How does a model call a tool?  In the form that its chat template writes, which is read again from sampled text.
 
-    hermes      <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>      Qwen2.5, Qwen3, SmolLM3, chatml
+    hermes      <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>    Qwen2.5, Qwen3, SmolLM3, chatml;
+                read also without its tags, where the call is the whole turn
     llama       {"name": "add", "parameters": {"a": 1}}                              Llama 3
     mistral     [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]
     response    what the tokenizer's own `parse_response` reads
@@ -153,11 +154,23 @@ def read_calls(text: str, form: Form, tokenizer: PreTrainedTokenizerBase | None 
 def _hermes(text: str) -> Iterator[tuple[str, Call]]:
     before, opened, rest = text.partition(OPEN)
     first = before
+    if not opened and (bare := _bare(text)):
+        yield "", bare  # small models leave out the tags
     while opened:
         inner, closed, after = rest.partition(CLOSE)
         yield first, _call(inner, "arguments") if closed else Call("", {}, f"The call is not closed by {CLOSE}.")
         first = ""
         _, opened, rest = after.partition(OPEN)
+
+
+def _bare(text: str) -> Call | None:
+    """Return the call that is all of a text, a JSON object of a name and arguments."""
+    text = text.strip()
+    try:
+        value = read_json(text) if text.startswith("{") else None
+    except ValueError:
+        return None
+    return _read(value, "arguments") if isinstance(value, dict) and set(value) == {"name", "arguments"} else None
 
 
 def _llama(text: str) -> Iterator[tuple[str, Call]]:

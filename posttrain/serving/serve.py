@@ -223,7 +223,7 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
 
     from posttrain.runtime import compat
     from posttrain.serving.served_answers import reader_of
-    from posttrain.serving.served_calls import CallReader, characters_of, tools_asked, with_calls
+    from posttrain.serving.served_calls import CallReader, characters_of, tools_asked, whole_messages
 
     vocabulary, context = model.config.get_text_config().vocab_size, context_of(model)
     characters = context * max(map(len, chat.tokenizer.get_vocab()))
@@ -288,7 +288,7 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
             tools = tools_asked(body, chat)
             check_size(characters_of(body["messages"], messages, tools), characters, context)
             self.calls = CallReader(chat) if tools else None
-            return chat.prompt(with_calls(body["messages"], messages), tools)
+            return chat.prompt(whole_messages(body["messages"], messages), tools)
 
     class Texts(Checked, compat.tokenizer_of_each_request(CompletionHandler)):
         def prompt(self, body: dict[str, Any]) -> list[int]:

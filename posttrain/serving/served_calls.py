@@ -32,7 +32,7 @@ def tools_asked(body: dict[str, Any], chat: Chat) -> list[dict[str, Any]]:
     return tools
 
 
-def with_calls(messages: list[Message], given: list[dict[str, Any]]) -> list[Message]:
+def whole_messages(messages: list[Message], given: list[dict[str, Any]]) -> list[Message]:
     """Return messages of texts with the calls and results that belong to them in the request."""
     return [
         message | {key: each[key] for key in OF_CALLS if each.get(key) and (key != "name" or each["role"] == "tool")}
@@ -56,6 +56,7 @@ class CallReader:
 
     def __init__(self, chat: Chat) -> None:
         self.chat, self.text, self.sent = chat, "", ""
+        self.fed = ""  # as far as it was looked through for a call
         self.said = Said("", [])
         self._stop: str = chat.tokenizer.convert_ids_to_tokens(chat.stop_id)  # type: ignore[assignment]
         self._before = Cutter(["<tool_call>", self._stop]) if chat.call_form == "hermes" else None
@@ -63,7 +64,10 @@ class CallReader:
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Return events with the text that does not belong to a call; in other forms only the whole text shows that."""
         self.text += text
-        piece = self._before.take(text) if self._before and not self._before.stopped else ""
+        if self._before is None or self._before.stopped or self.text.lstrip()[:1] in ("{", ""):
+            return []  # it may be a call as a whole
+        piece = self._before.take(self.text[len(self.fed) :])
+        self.fed = self.text
         self.sent += piece
         return [_content(piece)] if piece else []
 

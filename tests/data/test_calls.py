@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def test_other_kinds_drop_rows_with_tools(tmp_path: Path, tiny_chat: Chat) -> No
 
 
 def test_a_template_without_tools_is_refused_with_the_way_out(tmp_path: Path, tiny_chat: Chat) -> None:
-    tokenizer = tiny_chat.tokenizer
+    tokenizer = copy.deepcopy(tiny_chat.tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -267,6 +267,8 @@ FORMS: dict[str, tuple[str, Any, Said]] = {
         Said("I.", [Call("f", {"x": 1}), Call("g", {})]),
     ),
     "text": ("No call.", "hermes", Said("No call.", [])),
+    "bare": ('{"name": "f", "arguments": {"x": 1}}', "hermes", Said("", [Call("f", {"x": 1})])),
+    "JSON": ('{"name": "f", "answer": {"x": 1}}', "hermes", Said('{"name": "f", "answer": {"x": 1}}', [])),
     "thought": ("<think><tool_call>{}</tool_call></think>Yes", "hermes",
                 Said("<think><tool_call>{}</tool_call></think>Yes", [])),
     "open thought": ("<think><tool_call>{}</tool_call>", "hermes", Said("<think><tool_call>{}</tool_call>", [])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from typing import Any
@@ -143,7 +144,7 @@ def test_bad_tools_are_refused_before_anything_is_played(tmp_path: Any, tiny_cha
             open_env(section(tmp_path, tools=[path]))
     with pytest.raises(ValueError, match="two tools have the name calculate"):
         open_env(section(tmp_path, tools=[CALCULATOR] * 2))
-    tokenizer = tiny_chat.tokenizer
+    tokenizer = copy.deepcopy(tiny_chat.tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

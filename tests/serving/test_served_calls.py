@@ -76,6 +76,8 @@ def streamed(pieces: Any) -> tuple[str, list[tuple[str, str]], str | None]:
         (CALL, "", 1),
         (f"I add.\n{CALL}\n{CALL}", "I add.", 2),
         ("It is 5.", "It is 5.", 0),
+        (' {"name": "add", "arguments": {"a": 2, "b": 3}}', "", 1),
+        ('{"sum": 5}', '{"sum": 5}', 0),
         ("Well <tool_call>{", "Well <tool_call>{", 0),
         ("", "", 0),
     ],
