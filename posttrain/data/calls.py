@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.models import Message, plain_calls, read_json, tools_key, without_nothing
+from posttrain.models import Message, parsed_json, plain_calls, tools_key, without_nothing
 from posttrain.types import UserError
 
 CALLERS = ("function_call", "tool_call")  # roles of ShareGPT's messages
@@ -23,7 +23,7 @@ BAD_CALLS = "calls of tools that cannot be read"
 def schemas_of(value: Any) -> list[dict[str, Any]] | str:
     """Return the schemas in a column, or why they cannot be read."""
     try:
-        schemas = read_json(value) if isinstance(value, str) else value
+        schemas = parsed_json(value) if isinstance(value, str) else value
         schemas = [schemas] if isinstance(schemas, Mapping) else schemas
         if not isinstance(schemas, list) or not all(isinstance(each, Mapping) for each in schemas):
             return BAD_TOOLS
@@ -42,11 +42,11 @@ def with_calls(message: Message) -> Message | str:
     calls: Any = message.get("tool_calls") or ([message["function_call"]] if message.get("function_call") else None)
     try:
         if message["role"] in CALLERS:
-            calls = read_json(message["content"]) if isinstance(message["content"], str) else None
+            calls = parsed_json(message["content"]) if isinstance(message["content"], str) else None
             calls = calls if isinstance(calls, list) else [calls]
             message = message | {"role": "assistant", "content": ""}
         elif calls is not None and isinstance(calls, str):
-            calls = read_json(calls)
+            calls = parsed_json(calls)
         if calls is None:
             return message
         plain = plain_calls(calls)
@@ -58,6 +58,6 @@ def with_calls(message: Message) -> Message | str:
     return rest | {"content": "" if rest["content"] is None else rest["content"], "tool_calls": plain}
 
 
-def size(message: Message) -> int:
+def message_size(message: Message) -> int:
     """Return the characters of a message, calls included."""
     return len(message["content"]) + (len(json.dumps(message["tool_calls"])) if message.get("tool_calls") else 0)

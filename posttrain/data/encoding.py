@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posttrain.data.calls import size
+from posttrain.data.calls import message_size
 from posttrain.data.filters import Example
 from posttrain.data.formats import TEXT
 from posttrain.models import Chat, Encoded, Message
@@ -38,15 +38,15 @@ def shortened(row: Example, most: int) -> Example | None:
 
     Longer texts would take too much memory in the tokenizer. A pair and a prompt are never cut.
     """
-    if sum(size(message) for messages in row.dialogues for message in messages) <= most:
+    if sum(message_size(message) for messages in row.dialogues for message in messages) <= most:
         return row
     messages = row.dialogues[0]
     if _is_plain(row):
         return row._replace(dialogues=[[messages[0] | {"content": messages[0]["content"][:most]}]])
     if len(row.dialogues) > 1 or messages[-1]["role"] != "assistant":
-        fits = all(sum(map(size, each)) <= most for each in row.dialogues)
+        fits = all(sum(map(message_size, each)) <= most for each in row.dialogues)
         return row if fits else None
-    ends = accumulate(map(size, messages))
+    ends = accumulate(map(message_size, messages))
     kept = [at for at, end in enumerate(ends, 1) if end <= most and messages[at - 1]["role"] == "assistant"]
     return row._replace(dialogues=[messages[: kept[-1]]], shortened=True) if kept else None
 

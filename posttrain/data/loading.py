@@ -21,7 +21,7 @@ from datasets import Dataset, Features, List, Value
 from envs.math_judge import MathJudge
 from posttrain.config import DataSection, Source
 from posttrain.data import reading
-from posttrain.data.calls import size as size_of
+from posttrain.data.calls import message_size
 from posttrain.data.contamination import EvaluationQuestions, evaluation_questions
 from posttrain.data.encoding import (
     NO_PROMPT,
@@ -295,7 +295,7 @@ def _batches(rows: list[Example], most: int) -> Iterator[list[Example | None]]:
     size = 0
     for row in rows:
         short = shortened(row, most)
-        length = sum(size_of(message) for messages in short.dialogues for message in messages) if short else 0
+        length = sum(message_size(message) for messages in short.dialogues for message in messages) if short else 0
         if batch and (len(batch) == ENCODE_AT_ONCE or size + length > CHARACTERS_AT_ONCE):
             yield batch
             batch, size = [], 0

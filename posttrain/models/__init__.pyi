@@ -48,8 +48,8 @@ from .model_files import errors_in_words as errors_in_words, no_bars as no_bars
 from .tools import (
     Said as Said,
     Tools as Tools,
+    parsed_json as parsed_json,
     plain_calls as plain_calls,
-    read_json as read_json,
     tools_key as tools_key,
     without_nothing as without_nothing,
 )

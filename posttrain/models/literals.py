@@ -22,8 +22,8 @@ from posttrain.models.tools import (
     form_of,
     hermes_text,
     names_of,
+    parsed_json,
     plain_calls,
-    read_json,
 )
 from posttrain.types import UserError, one_line
 
@@ -91,7 +91,7 @@ class Literals:
         texts = "".join(self._literal_texts(roles, open_turn, tools))
         if hidden := [name for name in names_of(tools) if name not in texts]:
             self._refuse(f"does not show the tool {hidden[0]} to the model")
-        plain = "\n".join(_strings(read_json(tools)))
+        plain = "\n".join(_strings(parsed_json(tools)))
         if held := [name for name in self.control_names() if name in plain]:
             raise UserError(
                 f"The schema of a tool holds the control token {held[0]}, which the model would read as one. Remove it"
@@ -123,7 +123,7 @@ class Literals:
             with template_limits.at_most(template_limits.STEPS):
                 rendered = self.tokenizer.apply_chat_template(
                     messages,
-                    tools=None if tools is None else read_json(tools),
+                    tools=None if tools is None else parsed_json(tools),
                     chat_template=self.template,
                     add_generation_prompt=open_turn,
                     tokenize=False,

@@ -91,7 +91,7 @@ def plain_calls(calls: Any) -> list[dict[str, Any]]:
             raise ValueError("a call has no function with a name")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = read_json(arguments) if arguments.strip() else {}
+            arguments = parsed_json(arguments) if arguments.strip() else {}
         elif isinstance(arguments, Mapping):
             arguments = without_nothing(arguments)
         if arguments is not None and not isinstance(arguments, dict):
@@ -109,7 +109,7 @@ def without_nothing(value: Any) -> Any:
     return [without_nothing(each) for each in value] if isinstance(value, list) else value
 
 
-def read_json(text: str) -> Any:
+def parsed_json(text: str) -> Any:
     """Return what a JSON text holds; ValueError where it is not JSON or nested too deeply."""
     try:
         return json.loads(text)
@@ -167,7 +167,7 @@ def _bare(text: str) -> Call | None:
     """Return the call that is all of a text, a JSON object of a name and arguments."""
     text = text.strip()
     try:
-        value = read_json(text) if text.startswith("{") else None
+        value = parsed_json(text) if text.startswith("{") else None
     except ValueError:
         return None
     return _read(value, "arguments") if isinstance(value, dict) and set(value) == {"name", "arguments"} else None
@@ -198,7 +198,7 @@ def _mistral(text: str) -> Iterator[tuple[str, Call]]:
     if not marked:
         return
     try:
-        calls = read_json(rest)
+        calls = parsed_json(rest)
     except ValueError as error:
         yield before, Call("", {}, _not_json(error))
         return
@@ -225,7 +225,7 @@ def _function(call: Any) -> Any:
 
 def _call(text: str, key: str) -> Call:
     try:
-        return _read(read_json(text), key)
+        return _read(parsed_json(text), key)
     except ValueError as error:
         return Call("", {}, _not_json(error))
 
@@ -237,7 +237,7 @@ def _read(value: Any, key: str) -> Call:
         return Call("", {}, f'A call is an object {{"name": ..., "{key}": {{...}}}}.')
     arguments = value.get(key, {})
     with suppress(ValueError):
-        arguments = read_json(arguments) if isinstance(arguments, str) else arguments
+        arguments = parsed_json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
         return Call(name, {}, f'"{key}" is not an object.')
     return Call(name, arguments)
