@@ -220,7 +220,8 @@ def browser_row(row: Record) -> Record:
 def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
     """Return the row of an episode for the browser, with pictures if its environment has them."""
     shown = browser_row(row)
-    if row.get("crashed") or ":" in stage.name:  # a results file must not choose a module to import
+    # A results file must not choose a module to import, as a path or an option of prompts, which has no pictures.
+    if row.get("crashed") or ":" in stage.name or stage.name == "prompts":
         return shown
     frames, turns = acted_out(stage, row)
     shown["actions"] = [taken for _, taken in turns]
