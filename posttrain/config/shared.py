@@ -126,10 +126,14 @@ class EnvSection(Section):
     )
     options: dict[str, Any] = Field("keyword arguments of the environment, e.g. {size: 4}", {})
     tools: list[OwnFunction] = Field(
-        "MODULE:FUNCTION of each function that the model may call before it answers, with types and docstring", []
+        "MODULE:FUNCTION of each function that the model may call before it answers (TRL's tools), with types and"
+        " docstring",
+        [],
     )
-    max_calls: int = Field("calls of tools in an episode; further ones are answered with an error", 8, ge=1)
-    call_seconds: float = Field("time that a call may take, after which it is answered with an error", 10.0, gt=0)
+    max_calls: int = Field(
+        "calls of tools in an episode; further ones are refused (TRL's max_tool_calling_iterations)", 8, ge=1
+    )
+    call_seconds: float = Field("seconds that a call may take, which TRL does not limit", 10.0, gt=0)
     label: str | None = Field(
         "its name in metrics; null takes `name`, which the list may then have only once", None, min_length=1
     )

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from envs.tools import Tool, answer_of, tools_of
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
+    from envs.tools import Tool
     from posttrain.models import Chat, Message
 
 
@@ -29,6 +29,10 @@ class Exchange:
 
 def open_tools(paths: Sequence[str]) -> list[Tool]:
     """Return the tools of a chat; UserError where a path does not name one."""
+    if not paths:
+        return []
+    from envs.tools import tools_of  # which is slow to import
+
     try:
         return tools_of(paths)
     except ValueError as problem:
@@ -53,7 +57,11 @@ class Conversation:
 
     def results(self, text: str, most: int, seconds: float) -> list[Message]:
         """Return the results of the calls in a turn, at most `most`; none where it calls nothing."""
-        calls = self.chat.read_calls(text).calls[:most] if self.tools else []
+        if not self.tools:
+            return []
+        from envs.tools import answer_of
+
+        calls = self.chat.read_calls(text).calls[:most]
         answers = [(call.name, answer_of(call, self.tools, seconds)) for call in calls]
         return [{"role": "tool", "name": name, "content": answer.text} for name, answer in answers]
 
