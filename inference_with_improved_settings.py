@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     seed = cfg.seed if flags.seed is None else flags.seed
     cfg = cfg.model_copy(update={"seed": seed, "preset": flags.preset or cfg.preset})
     env = playing.open_played_env(cfg, flags.play) if flags.play else None
+    tools = serving.open_tools(cfg.tools)
     page = open_page(flags) if flags.web else None
 
     # 2. Check and load the models.
@@ -93,7 +94,9 @@ def main(argv: list[str] | None = None) -> None:
         setting = cfg.presets[cfg.preset] if flags.preset else SamplingSection()
         playing.show_levels(generator, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
         return
-    conversation = Conversation(generator.chat, generator.context, cfg.max_new_tokens, cfg.system)
+    conversation = Conversation(generator.chat, generator.context, cfg.max_new_tokens, cfg.system, tools=tools)
+    if tools:
+        generator.chat.check_tools(conversation.schemas or [])
     if flags.prompt is not None:
         reply(generator, conversation, cfg, flags.prompt, 0, compare=flags.compare)
     else:
@@ -144,6 +147,8 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
             '--prompt is empty. Write the message behind it, e.g. --prompt "Hello"; without --prompt messages are read'
             " from the terminal or from a pipe."
         )
+    if cfg.tools and (flags.compare or flags.web):
+        raise UserError("tools are called in the chat on the terminal: leave out --compare and --web, or tools.")
     if flags.compare and flags.web:
         raise UserError("--compare is for the terminal. On the page of --web tick `Side by side` in its settings.")
     if (flags.beside or flags.host or flags.port is not None or flags.password) and not flags.web:
@@ -213,8 +218,23 @@ def reply(
         if not answers[cfg.preset].finished and not stopped():
             limit = "max_new_tokens" if budget == cfg.max_new_tokens else "the end of the model's context"
             note(f"[cut after {budget} tokens: {limit}]")
-    if (chosen := answers[cfg.preset]).ids:
-        conversation.exchanges.append(Exchange(text, chosen.ids, chosen.finished, chosen.text))
+    chosen = answers[cfg.preset]
+    written, before, called = list(chosen.ids), [], 0
+    while results := conversation.results(chosen.text, cfg.max_calls - called, cfg.call_seconds):
+        following = conversation.chat.extend(results, finished=chosen.finished, tools=conversation.schemas)
+        budget = min(cfg.max_new_tokens, conversation.context - len(ids) - len(written) - len(following))
+        if budget < 1 or stopped():
+            break
+        called += len(results)
+        for result in results:
+            note(f"[{result['name']}: {escape_control_characters(result['content'])}]")
+        before += [{"role": "assistant", "content": chosen.text}, *results]
+        written += following
+        chosen = generator.answer([*ids, *written], cfg.presets[cfg.preset].params(budget), derive_seed(seed, called))
+        stream(chosen, stopped)
+        written += chosen.ids
+    if written:
+        conversation.exchanges.append(Exchange(text, written, chosen.finished, chosen.text, before))
 
 
 def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, compare: bool) -> None:
@@ -297,7 +317,8 @@ def save(file: str, conversation: Conversation) -> None:
     """Write the conversation to a new file; an existing file is not changed."""
     try:
         with Path(file).expanduser().open("x", encoding="utf-8") as out:
-            out.write(json.dumps({"messages": conversation.messages()}, ensure_ascii=False) + "\n")
+            tools = {"tools": conversation.schemas} if conversation.tools else {}
+            out.write(json.dumps({"messages": conversation.messages(), **tools}, ensure_ascii=False) + "\n")
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~NOBODY; ValueError: a zero byte
         note(f"Not saved: {file}: {getattr(error, 'strerror', None) or error}. Name another file.")
     else:

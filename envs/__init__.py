@@ -29,7 +29,7 @@ __all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "option", "regi
 
 _NO_ENVS = {
     *("adapters", "base", "check", "demos", "episode", "hostile", "play", "players", "process_state", "promises"),
-    *("protocol", "sentences", "wording"),
+    *("protocol", "sentences", "tools", "wording"),
 }
 _ADAPTERS = {  # names that `make` knows as well, with options that say whose environment it is
     "openenv": "openenv_client.OpenEnv",

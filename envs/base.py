@@ -18,10 +18,13 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
+
+if TYPE_CHECKING:
+    from envs.tools import Tool
 
 T = TypeVar("T")
 SPLITS = ("train", "validation", "test")
@@ -177,6 +180,9 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     slow: bool = False  # `step` waits for a sandbox or a server: rollouts step such environments in threads
     can_be_late: ClassVar[bool] = False  # whether there is a `score`, for many episodes at once
     late: bool = False  # the last `step` gives no reward, as whoever plays calls `score` afterwards
+    tools: Sequence[Tool] = ()  # what the model may call before it answers; whoever makes the environment sets them
+    max_calls: int = 8  # of tools in an episode
+    call_seconds: float = 10.0  # that a call may take
     deterministic: bool = True  # the next state follows from state and action alone: demonstrations may think ahead
     observable: bool = True  # the observation shows the whole state: demonstrations may tell what comes next
 
@@ -341,6 +347,9 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         written by wording.py.
         """
         return None
+
+    def heard(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Take note of a turn that called tools, and of their answers, which do not change the state."""
 
     @classmethod
     def score(cls, envs: Sequence[TextEnv]) -> list[LateReward | Exception]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from envs.base import TextEnv
 from envs.protocol import MAX_PENALISED_TURNS, Message, Parsed, Past, Protocol, Turn
+from envs.tools import Call, ToolAnswer, answer_of
 from envs.wording import View, actions_per_turn, summary_text, system_text, user_text
 
 
@@ -32,6 +34,8 @@ class Episode:
         self.success, self.failure = bool(info["success"]), str(info["failure"])
         self.terminated = self.truncated = False
         self.turns = self.invalid_turns = self.malformed_turns = self.effective_actions = 0
+        self.calls = self.failed_calls = self.refused_calls = 0
+        self.heard: list[str] = []  # answers of tools since the last turn
         self.actions: list[str] = []
         own = env.messages()
         self.own_words = own is not None  # the environment writes all messages itself
@@ -60,6 +64,7 @@ class Episode:
         if self.done:
             raise RuntimeError("This episode is over: open a new one.")
         self.messages.append({"role": "assistant", "content": response_text})
+        self.heard = []
         parsed = self.read(response_text)
         valid = bool(parsed.well_formed and parsed.actions and not parsed.invalid)
         reward, observation, before, effective = 0.0, None, len(self.actions), False
@@ -94,6 +99,37 @@ class Episode:
             self.messages.append({"role": "user", "content": user})
         return Turn(reward, self.protocol.format_penalty if penalised else 0.0, self.done, valid, user)
 
+    def call(self, response_text: str, content: str, calls: Sequence[Call]) -> Turn:
+        """Answer the calls of a turn, which is not a turn of the environment. It may run in a thread.
+
+        Calls beyond the limit are answered with an error; after as many of those the episode is truncated.
+
+        Args:
+            response_text: the whole turn.
+            content: what it says beside the calls.
+            calls: those that it asks for.
+        """
+        if self.done:
+            raise RuntimeError("This episode is over: open a new one.")
+        results: list[Message] = []
+        for call in calls:
+            if self.calls < self.env.max_calls:
+                self.calls += 1
+                answer = answer_of(call, self.env.tools, self.env.call_seconds)
+                self.failed_calls += answer.failed
+            else:
+                self.refused_calls += 1
+                answer = ToolAnswer(f"Error: all {self.env.max_calls} calls are used up. Answer without a tool.", True)
+            results.append({"role": "tool", "name": call.name, "content": answer.text})
+            if self.refused_calls >= self.env.max_calls:
+                self.truncated = True
+                break
+        self.messages += [{"role": "assistant", "content": response_text}, *results]
+        self.heard += [response_text, *(each["content"] for each in results)]
+        written = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+        self.env.heard([{"role": "assistant", "content": content, "tool_calls": written}, *results])
+        return Turn(0.0, 0.0, self.done, True, None, tuple(results))
+
     def summary(self, first: int) -> str:
         """Return one user message: the turns from number `first` on in brief (state, action, reward), then the state.
 
@@ -102,8 +138,9 @@ class Episode:
         return summary_text(self.env, self.protocol, self.past[first:], first + 1, self._view(None))
 
     def state_key(self) -> str:
-        """Return the environment's key of the state, or its observation where it has none."""
-        return self.env.state_key() if self.env.has("state_key") else self.observation
+        """Return the environment's key of the state, or its observation where it has none, and what tools answered."""
+        key = self.env.state_key() if self.env.has("state_key") else self.observation
+        return "\n".join([key, *self.heard]) if self.heard else key
 
     def _view(self, past: Past | None) -> View:
         turns, actions = self.protocol.max_turns - self.turns, self.protocol.max_actions - len(self.actions)

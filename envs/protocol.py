@@ -18,7 +18,7 @@ from envs.by_path import by_path
 if TYPE_CHECKING:
     from jinja2 import Template
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role and content, which are texts; with tools `tool_calls`, or the `name` of a result
 ACTION_SEP = "||"  # between two actions of one answer, as in RAGEN
 MAX_PENALISED_TURNS = 3  # of one episode
 STYLES = ("plain", "compact")  # see wording.py
@@ -123,7 +123,8 @@ class Past:
 class Turn:
     """What a turn came to: Turn(reward=0.0, penalty=-0.1, done=False, valid=False, user="Reward 0 ...").
 
-    `valid` is False when the penalty rule applies, even once its cap is reached; `user` is None when `done`.
+    `valid` is False when the penalty rule applies, even once its cap is reached; `user` is None when `done`, and after
+    a turn that called tools: then the model reads `results`.
     """
 
     reward: float
@@ -131,6 +132,7 @@ class Turn:
     done: bool
     valid: bool
     user: str | None
+    results: tuple[Message, ...] = ()
 
 
 def parse(text: str, protocol: Protocol, listed: Sequence[str] | None) -> Parsed:

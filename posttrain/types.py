@@ -150,6 +150,7 @@ class Trajectory:
     zero reward).
     `out_of_context`: that limit was the context, into which the next prompt did not fit.
     `dropped_turns`: earlier turns that no longer fitted into the context.
+    `calls`: of tools, those beyond the limit aside. `failed_calls`: those answered with an error. None without tools.
     `reward_parts`: what each of several reward functions gave. `unscored`: the environment, until these were called.
     `seed` decides what was sampled, `level_seed` and `noise_seed` what the environment did.
     """
@@ -177,7 +178,9 @@ class Trajectory:
     actions: list[str] = field(default_factory=list)
     effective_actions: int = 0
     failure: str = ""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    calls: int | None = None
+    failed_calls: int | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     unscored: Any = field(default=None, repr=False)
 

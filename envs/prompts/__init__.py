@@ -16,9 +16,10 @@ from envs.base import LateReward, TextEnv, known
 from envs.by_path import by_path
 from envs.hub_sets import EMBEDDED
 from envs.prompts.calls import Answered, call_rewards
-from envs.prompts.rewards import Reward, reward_of
+from envs.prompts.rewards import Reward, own_reward_of, reward_of
 from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of
 from envs.protocol import Message
+from envs.tools import environment_of, methods_of
 
 __all__ = ["Prompts"]
 
@@ -62,7 +63,11 @@ class Prompts(TextEnv):
       question, problem, instruction, query and input that is there. Of `messages`, the model answers each user message.
     - `template=None`: a Jinja template that makes the prompt of the row's columns: "{{ question }} Think first."
     - `system=None`: a system message before it.
-    - `rewards=("math",)`: names of rewards.py, paths `module:function`, or mappings with `name`, `weight` and options.
+    - `rewards=None`: names of rewards.py, paths `module:function`, or mappings with `name`, `weight` and options; None
+      takes math, or the `get_reward` of `environment` alone.
+    - `environment=None`: `module:Class` of an environment in the style of TRL's `environment_factory`. Each episode has
+      an instance of its own: what reset(**row) returns is added to the prompt's last message, its public methods are
+      tools, `get_reward` is one more reward, and reward functions are given `environments`.
     - `reply=None`: `module:function` that writes the next user message: reply(messages, **columns) -> str or None.
     - `turns=None`: answers in an episode with `reply`; 4 when None.
     - `success=1.0`: what the first reward must give at least.
@@ -87,7 +92,8 @@ class Prompts(TextEnv):
         prompt: str | None = None,
         template: str | None = None,
         system: str | None = None,
-        rewards: Sequence[str | Mapping[str, Any]] = ("math",),
+        rewards: Sequence[str | Mapping[str, Any]] | None = None,
+        environment: str | None = None,
         reply: str | None = None,
         turns: int | None = None,
         success: float = 1.0,
@@ -95,7 +101,11 @@ class Prompts(TextEnv):
         timeout: float = 60.0,
         render_mode: str | None = None,
     ):
-        if not rewards or isinstance(rewards, str):
+        self.make_environment = None if environment is None else environment_of(environment)
+        self.environment: Any = self.make_environment() if self.make_environment else None
+        rewarding = hasattr(self.environment, "get_reward")
+        rewards = ([] if rewarding else ["math"]) if rewards is None else rewards
+        if not (rewards or rewarding) or isinstance(rewards, str):
             raise ValueError("prompts needs rewards, a list: rewards: [math], or rewards: [my_module:my_function].")
         if timeout <= 0 or (rows or 1) < 1 or (turns or 1) < 1:
             raise ValueError(
@@ -108,8 +118,12 @@ class Prompts(TextEnv):
         self.reply = None if reply is None else by_path(reply)
         self.config = Rows(path, config, rows, prompt, template, system)
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
-        self.rewards_key = json.dumps(list(rewards), default=dict, sort_keys=True)
-        self.rewards: tuple[Reward, ...] = tuple(reward_of(each, self.table.columns) for each in rewards)
+        self.rewards_key = json.dumps([environment, *rewards], default=dict, sort_keys=True)
+        columns = [*self.table.columns, *(["environments"] if environment else [])]
+        given = [reward_of(each, columns) for each in rewards]
+        self.rewards: tuple[Reward, ...] = (*given, *([own_reward_of(self.environment)] if rewarding else []))
+        self.methods = methods_of(self.environment) if environment else []
+        self.tools = list(self.methods)
         self.max_turns = (turns or 4) if self.reply else self.table.most_turns
 
     @classmethod
@@ -131,9 +145,25 @@ class Prompts(TextEnv):
         self.level = level
         self.row = self.table.rows[level.number]
         self.conversation: Conversation = conversation_of(self.row, self.config)
+        if self.make_environment:
+            self._begin_environment()
         self.said: list[Message] = list(self.conversation.prompt)
         self.waiting = list(self.conversation.later)
         self.over = self.succeeded = False
+
+    def _begin_environment(self) -> None:
+        """Begin the episode of a new environment in TRL's style; its methods take the place of the former one's."""
+        assert self.make_environment is not None
+        self.environment = self.make_environment()
+        opening = self.environment.reset(**self.row)
+        if opening is not None and not isinstance(opening, str):
+            raise ValueError(f"reset returned {type(opening).__name__}; it returns a text for the prompt, or None")
+        others = [tool for tool in self.tools if tool not in self.methods]
+        self.methods = methods_of(self.environment)
+        self.tools = [*self.methods, *others]
+        *before, last = self.conversation.prompt
+        prompt = [*before, last | {"content": last["content"] + (opening or "")}]
+        self.conversation = self.conversation._replace(prompt=prompt, given=prompt)
 
     def messages(self) -> list[Message]:
         return list(self.conversation.prompt)
@@ -178,11 +208,16 @@ class Prompts(TextEnv):
             raise ValueError(f"reply returned {type(said).__name__}; it returns the next user message, or None to end")
         return said
 
+    def heard(self, messages: Sequence[Message]) -> None:
+        self.said += messages
+
     @property
     def answered(self) -> Answered:
-        """What its reward functions are given."""
+        """What its reward functions are given: with tools always messages, as TRL does."""
         prompt = self.conversation.prompt
-        return Answered(self.conversation.given, self.said[len(prompt) :], self.row, self.level.number)
+        given = list(prompt) if self.tools else self.conversation.given
+        row = self.row if self.environment is None else self.row | {"environments": self.environment}
+        return Answered(given, self.said[len(prompt) :], row, self.level.number)
 
     @classmethod
     def score(cls, envs: Sequence[TextEnv]) -> list[LateReward | Exception]:
@@ -210,4 +245,5 @@ class Prompts(TextEnv):
         return [scored[id(env)] for env in envs]
 
     def state_key(self) -> str:
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.said)
+        said = (message for message in self.said if message["role"] != "tool" and "tool_calls" not in message)
+        return "\n".join(f"{message['role']}: {message['content']}" for message in said)

@@ -14,10 +14,10 @@ import asyncio
 import inspect
 import math
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from envs.in_time import in_time
 from envs.prompts.rewards import Reward
 from envs.protocol import Message
 from envs.web import NoAnswer
@@ -133,7 +133,7 @@ def _all(
         if inspect.iscoroutinefunction(reward.function):
             waiting[place] = (reward, given)
         else:
-            results[place] = _in_time(lambda r=reward, g=given: r.function(prompts, completions, **g), timeout)
+            results[place] = in_time(lambda r=reward, g=given: r.function(prompts, completions, **g), timeout)
     if waiting:
 
         async def together() -> list[Any]:
@@ -143,7 +143,7 @@ def _all(
             ]
             return await asyncio.gather(*calls, return_exceptions=True)
 
-        found = _in_time(lambda: asyncio.run(together()), timeout + 5)
+        found = in_time(lambda: asyncio.run(together()), timeout + 5)
         late = [found] * len(waiting) if isinstance(found, BaseException) else found
         results = [late[list(waiting).index(place)] if place in waiting else each for place, each in enumerate(results)]
     return [_timed_out(each, timeout) for each in results]
@@ -152,30 +152,6 @@ def _all(
 def _timed_out(result: Any, timeout: float) -> Any:
     late = isinstance(result, TimeoutError) and not str(result)
     return TimeoutError(f"it took more than {timeout:g} s") if late else result
-
-
-def _in_time(call: Any, timeout: float) -> Any:
-    """Return what a call returns or raises, within a time; a thread that hangs is left behind."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if not found:
-        return TimeoutError()
-    main = threading.current_thread() is threading.main_thread()
-    if isinstance(found[0], ValueError) and "main thread" in str(found[0]) and main:
-        try:  # it sets a signal, which Python allows in the main thread alone: nothing limits its time then
-            return call()
-        except Exception as error:
-            return error
-    return found[0]
 
 
 def _short(value: Any) -> str:

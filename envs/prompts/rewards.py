@@ -70,6 +70,19 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
     return _with_columns(title, function, float(weight), columns)
 
 
+def own_reward_of(environment: Any) -> Reward:
+    """Return the reward that an environment in TRL's style gives itself, by its `get_reward`."""
+
+    def get_reward(prompts: list[Any], completions: list[Any], *, environments: list[Any]) -> list[Any]:
+        return [each.get_reward() for each in environments]
+
+    async def wait_for_reward(prompts: list[Any], completions: list[Any], *, environments: list[Any]) -> list[Any]:
+        return [await each.get_reward() for each in environments]
+
+    function = wait_for_reward if inspect.iscoroutinefunction(environment.get_reward) else get_reward
+    return _with_columns(type(environment).__name__, function, 1.0, ["environments"])
+
+
 def _with_columns(title: str, function: Callable[..., Any], weight: float, columns: Sequence[str]) -> Reward:
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)

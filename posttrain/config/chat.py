@@ -14,11 +14,13 @@ from posttrain.config.shared import (
     Env,
     Field,
     ModelSection,
+    OwnFunction,
     ProtocolSection,
     SamplingSection,
     Section,
     hint,
     turns_where_counted,
+    whole_context_with_tools,
     wrong,
 )
 
@@ -46,6 +48,11 @@ class ChatRun(Section):
         },
         min_length=1,
     )
+    tools: list[OwnFunction] = Field(
+        "MODULE:FUNCTION of each function that the model may call, with types and docstring; on the terminal", []
+    )
+    max_calls: int = Field("calls of tools in the answer to a message", 8, ge=1)
+    call_seconds: float = Field("time that a call may take", 10.0, gt=0)
     envs: list[Env] = Field("options of the environments for --play; others have their defaults", [])
     protocol: ProtocolSection = Field("turns and answer format for --play; as in phase 3", ProtocolSection())
     max_completion_length: int = Field("new tokens in one turn of --play", 64, ge=1)
@@ -56,6 +63,7 @@ class ChatRun(Section):
 
     @model_validator(mode="after")
     def _known_preset(self) -> ChatRun:
+        whole_context_with_tools(self.envs, self.context, "context")
         if self.preset not in self.presets:
             known = list(self.presets)
             raise wrong(f"`{self.preset}` is not a preset: write one of {', '.join(known)}{hint(self.preset, known)}")

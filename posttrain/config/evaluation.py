@@ -22,6 +22,7 @@ from posttrain.config.shared import (
     Section,
     different_titles,
     turns_where_counted,
+    whole_context_with_tools,
     wrong,
 )
 from posttrain.config.suites import (
@@ -81,6 +82,7 @@ class EnvSuite(SuiteSettings):
     @model_validator(mode="after")
     def _titles(self) -> EnvSuite:
         different_titles(self.envs)
+        whole_context_with_tools(self.envs, self.context, "suites.envs.context")
         return self
 
 

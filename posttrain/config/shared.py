@@ -125,6 +125,15 @@ class EnvSection(Section):
         gt=0,
     )
     options: dict[str, Any] = Field("keyword arguments of the environment, e.g. {size: 4}", {})
+    tools: list[OwnFunction] = Field(
+        "MODULE:FUNCTION of each function that the model may call before it answers (TRL's tools), with types and"
+        " docstring",
+        [],
+    )
+    max_calls: int = Field(
+        "calls of tools in an episode; further ones are refused (TRL's max_tool_calling_iterations)", 8, ge=1
+    )
+    call_seconds: float = Field("seconds that a call may take, which TRL does not limit", 10.0, gt=0)
     label: str | None = Field(
         "its name in metrics; null takes `name`, which the list may then have only once", None, min_length=1
     )
@@ -142,6 +151,15 @@ def different_titles(envs: Sequence[EnvSection]) -> None:
         raise wrong(
             f"envs has {twice[0]} twice, and metrics need different names: write it once, or give each its own label"
             f" (- {{name: {twice[0]}, label: {twice[0]}-large, options: ...}})"
+        )
+
+
+def whole_context_with_tools(envs: Sequence[EnvSection], context: str, key: str) -> None:
+    """Raise an error where a list of environments has tools, whose results only `context: full` keeps."""
+    if context != "full" and (named := next((env for env in envs if env.tools), None)):
+        raise wrong(
+            f"{named.title} has tools, whose answers stand in the conversation as a whole: write `{key}: full`, or"
+            " leave out the tools"
         )
 
 

@@ -25,6 +25,7 @@ from posttrain.config.shared import (
     env_by_name,
     hint,
     turns_where_counted,
+    whole_context_with_tools,
     wrong,
 )
 from posttrain.config.suites import FormerSuites
@@ -244,6 +245,7 @@ class StarPORun(TrainingRun):
     @model_validator(mode="after")
     def _envs_fit(self) -> StarPORun:
         different_titles(self.envs)
+        whole_context_with_tools(self.envs, self.rollout.context, "rollout.context")
         titles = [env.title for env in self.envs]
         for n, env in enumerate(self.envs):
             if env.after is not None and env.after not in titles[:n]:

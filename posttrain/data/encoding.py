@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.data.calls import message_size
 from posttrain.data.filters import Example
 from posttrain.data.formats import TEXT
 from posttrain.models import Chat, Encoded, Message
@@ -37,15 +38,15 @@ def shortened(row: Example, most: int) -> Example | None:
 
     Longer texts would take too much memory in the tokenizer. A pair and a prompt are never cut.
     """
-    if sum(len(message["content"]) for messages in row.dialogues for message in messages) <= most:
+    if sum(message_size(message) for messages in row.dialogues for message in messages) <= most:
         return row
     messages = row.dialogues[0]
     if _is_plain(row):
         return row._replace(dialogues=[[messages[0] | {"content": messages[0]["content"][:most]}]])
     if len(row.dialogues) > 1 or messages[-1]["role"] != "assistant":
-        fits = all(sum(len(message["content"]) for message in each) <= most for each in row.dialogues)
+        fits = all(sum(map(message_size, each)) <= most for each in row.dialogues)
         return row if fits else None
-    ends = accumulate(len(message["content"]) for message in messages)
+    ends = accumulate(map(message_size, messages))
     kept = [at for at, end in enumerate(ends, 1) if end <= most and messages[at - 1]["role"] == "assistant"]
     return row._replace(dialogues=[messages[: kept[-1]]], shortened=True) if kept else None
 
@@ -55,7 +56,8 @@ def encode_dialogues(rows: list[Example], chat: Chat, max_length: int) -> list[S
     answer that fits whole. Plain text is trained whole, and may be cut anywhere."""
     samples: list[Sample | str] = []
     control = [name for name in chat.tokenizer.convert_ids_to_tokens(sorted(chat.control_ids)) if name]
-    talks = iter(chat.encode_batch([row.dialogues[0] for row in rows if not _is_plain(row)]))
+    talking = [row for row in rows if not _is_plain(row)]
+    talks = iter(chat.encode_batch([row.dialogues[0] for row in talking], [row.tools for row in talking]))
     for row in rows:
         text = row.dialogues[0][0]["content"]
         if _is_plain(row) and any(name in text for name in control):
@@ -107,7 +109,7 @@ def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sam
         if messages is None:
             samples.append(NO_PROMPT)
             continue
-        ids = np.array(chat.prompt(messages), np.int32)
+        ids = np.array(chat.prompt(messages, row.tools), np.int32)
         if len(ids) > max_length:
             samples.append(f"longer than {max_length} tokens")
         else:

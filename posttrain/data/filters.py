@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from envs.math_judge import MathJudge, last_boxed
 from posttrain.config import Source
 from posttrain.data import gsm8k as gsm8k_rows
+from posttrain.data.calls import BAD_CALLS, BAD_TOOLS, CALLERS, RESULTS, schemas_of, with_calls
 from posttrain.data.formats import TEXT, has_value
 from posttrain.data.local import printable
 from posttrain.models import Message
@@ -20,6 +21,7 @@ BOX = re.compile(r"\\boxed\s*\{")
 # Possessive, so that the time is linear in any text: the end of the sentence or the formula around the box, and the
 # interpreter's output.
 AFTER_BOX = re.compile(r"[\s.$!]*+(\\[)\]])?+[\s.$!]*+")
+TURNS = re.compile(r"(?:ua(?:t++a)*+)++")  # roles by their first letters: results of tools stand between two answers
 PRINTED = re.compile(r"<llm-code-output>(?:(?!</?llm-code-output>).)*+</llm-code-output>", re.DOTALL)
 
 
@@ -51,7 +53,9 @@ IGNORED = {  # a message's origin, and opinions about it
 UNKNOWN = "unknown key of a message"
 UNTRAINED = "marked as not to be trained"
 REMEDIES = {  # what to do about rows that are dropped for these reasons, by how the reason begins
-    "calls of tools": "Calls of tools are not trained; remove such rows.",
+    BAD_CALLS: 'A call is {"function": {"name": ..., "arguments": {...}}}, the arguments also as a JSON text.',
+    BAD_TOOLS: "The column `tools` is a list of JSON schemas, as transformers' get_json_schema makes them.",
+    "calls of tools": "Calls of tools are trained in phase 1, in rows of kind: messages; remove such rows.",
     "thoughts beside": "Write thoughts into the content (<think>...</think> before the answer) and remove the key.",
     UNKNOWN: "Remove that key from the messages, if it does not change what they mean.",
     UNTRAINED: "Their `weight`, `train`, `training` or `loss` is 0 or false: remove that column to train on them.",
@@ -65,20 +69,27 @@ REMEDIES = {  # what to do about rows that are dropped for these reasons, by how
     "longer than": "Write a larger limit of tokens (data.max_length; in phase 3 rollout.max_context).",
 }
 _REASONS = {key: reason for reason, keys in DROPPED.items() for key in keys}
-_CALLERS = ("function_call", "tool_call")  # roles of ShareGPT's messages
+OF_TOOLS = ("tool_calls", "tool_call_id")  # keys of a message that are kept where tools may be part of a row
 NOTHING = ("[]", "{}", "null")  # empty values, above all of columns of tools
 SPELLED = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # in a cell of a CSV file
 
 
 class Example(NamedTuple):
     """A row that is kept: one dialogue, or chosen and rejected; the question, which decides its side of the split; the
-    right answer if known; whether a last turn without an answer was cut off, or turns that are too long."""
+    right answer if known; whether a last turn without an answer was cut off, or turns that are too long; the schemas of
+    its tools."""
 
     question: str
     dialogues: list[list[Message]]
     answer: str | None = None
     cut: bool = False
     shortened: bool = False
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def calls(self) -> bool:
+        """Return whether tools are part of it."""
+        return bool(self.tools) or any(m["role"] == "tool" or "tool_calls" in m for m in self.dialogues[0])
 
 
 Check = Callable[[dict[str, Any], Source, MathJudge], Example | str]
@@ -137,8 +148,11 @@ def keep_dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Exam
     It ends before an answer that was cut short, which the chat's files mark with "finished": false, and before a last
     message of the user that has no answer. Plain text is one message with a role of its own.
     """
-    if reason := _columns_that_matter(row) or _untrained(row):
+    if reason := _columns_that_matter(row, [name for name in ANSWER_COLUMNS if name != "tools"]) or _untrained(row):
         return reason
+    tools = schemas_of(row["tools"]) if has_value(row.get("tools")) and row["tools"] not in NOTHING else None
+    if isinstance(tools, str):
+        return tools
     all_messages = row["messages"]
     if [message["role"] for message in all_messages] == [TEXT]:
         text = all_messages[0]["content"]
@@ -148,7 +162,7 @@ def keep_dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Exam
     if cut is not None and not any(message["role"] == "assistant" for message in whole_answers):
         return "an answer that was cut short"
     ended = without_last_question(whole_answers)
-    messages = plain_messages(ended)
+    messages = plain_messages(ended, calls=True)
     if isinstance(messages, str):
         return messages
     if reason := fault(messages):
@@ -156,7 +170,7 @@ def keep_dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Exam
     if sum(message["role"] == "assistant" for message in messages) < (source.min_turns or 1):
         return f"fewer than {source.min_turns} answers"
     question = next(message["content"] for message in messages if message["role"] == "user")
-    return Example(question, [messages], cut=len(ended) < len(whole_answers))
+    return Example(question, [messages], cut=len(ended) < len(whole_answers), tools=tools)
 
 
 def keep_preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
@@ -240,10 +254,13 @@ CHECKS: dict[str, Check] = {
 
 
 def without_last_question(messages: list[Message]) -> list[Message]:
-    """Return the messages without the user's messages after the last answer; all of them if there is no answer."""
+    """Return the messages without the user's messages, and results of tools, after the last answer.
+
+    All of them if there is no answer.
+    """
     kept = len(messages)
     if any(message["role"] == "assistant" for message in messages):
-        while messages[kept - 1]["role"] == "user":
+        while messages[kept - 1]["role"] in ("user", "tool", *RESULTS):
             kept -= 1
     return messages[:kept]
 
@@ -253,15 +270,15 @@ def fault(messages: Sequence[Message]) -> str | None:
     contents = [message["content"] for message in messages]
     if not all(isinstance(content, str) and _is_unicode(content) for content in contents):
         return "content is not text"
-    if not all(map(is_readable_text, contents)):
+    if not all(is_readable_text(m["content"]) for m in messages if m["role"] != "tool" and not m.get("tool_calls")):
         return "empty content"
     roles = [message["role"] for message in messages]
-    if any(role not in ("system", "user", "assistant") for role in roles):
+    if any(role not in ("system", "user", "assistant", "tool") for role in roles):
         return "a role other than system, user and assistant"
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns or turns[-1] != "assistant":
         return "does not end with the assistant"
-    if turns != ["user", "assistant"] * (len(turns) // 2):
+    if not TURNS.fullmatch("".join(role[0] for role in turns)):
         return "roles do not alternate"
     return None
 
@@ -276,15 +293,23 @@ def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def plain_messages(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
-    """Return messages with role, content, `mask_spans` and `train: False`; or why they need other keys."""
+def plain_messages(messages: Sequence[dict[str, Any]], *, calls: bool = False) -> list[Message] | str:
+    """Return messages with role, content, `mask_spans`, `train: False` and, with `calls`, what belongs to tools.
+
+    Or the reason: they need other keys.
+    """
     kept: list[Message] = []
-    for message in messages:
-        if message["role"] in _CALLERS:
+    for given in messages:
+        if not calls and given["role"] in (*CALLERS, "tool"):
             return _REASONS["tool_calls"]
+        message = with_calls(given) if calls else given
+        if isinstance(message, str):
+            return message
+        known = ("role", "content", "mask_spans", "finished", *(OF_TOOLS if calls else ()))
+        known += ("name",) if calls and message["role"] == "tool" else ()
         trained: bool | None = None
         for key, value in message.items():
-            if key in ("role", "content", "mask_spans", "finished") or key in IGNORED or not has_value(value):
+            if key in known or key in IGNORED or not has_value(value):
                 continue
             if reason := _REASONS.get(key):
                 return reason
@@ -302,7 +327,8 @@ def plain_messages(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
             content = "".join(part["text"] for part in content)
         spans = {"mask_spans": message["mask_spans"]} if message.get("mask_spans") else {}
         untrained = {"train": False} if trained is False and message["role"] == "assistant" else {}
-        kept.append({"role": message["role"], "content": content} | spans | untrained)
+        tools = {key: message[key] for key in (*OF_TOOLS, "name") if key in known and has_value(message.get(key))}
+        kept.append({"role": message["role"], "content": content} | spans | untrained | tools)
     return kept
 
 

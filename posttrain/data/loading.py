@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -20,6 +21,7 @@ from datasets import Dataset, Features, List, Value
 from envs.math_judge import MathJudge
 from posttrain.config import DataSection, Source
 from posttrain.data import reading
+from posttrain.data.calls import message_size
 from posttrain.data.contamination import EvaluationQuestions, evaluation_questions
 from posttrain.data.encoding import (
     NO_PROMPT,
@@ -124,6 +126,9 @@ def load_questions(data: DataSection, chat: Chat) -> tuple[list[PromptQuestion],
                 messages = question_messages(row)
                 if messages is None:
                     report.drop(NO_PROMPT)
+                    continue
+                if row.calls:
+                    report.drop("calls of tools")
                     continue
                 if sum(len(message["content"]) for message in messages) > characters:
                     report.drop(f"longer than {data.max_length} tokens")
@@ -235,7 +240,7 @@ def _chosen(source: Source, key: str, seed: int, judge: MathJudge, report: Sourc
         if isinstance(row, str):
             report.drop(row)
             continue
-        digest = _digest("\x1e".join(map(_identity, (message for one in row.dialogues for message in one))))
+        digest = _digest("\x1e".join(_parts(row)))
         if digest in seen:
             report.drop("seen before")
             continue
@@ -290,7 +295,7 @@ def _batches(rows: list[Example], most: int) -> Iterator[list[Example | None]]:
     size = 0
     for row in rows:
         short = shortened(row, most)
-        length = sum(len(message["content"]) for messages in short.dialogues for message in messages) if short else 0
+        length = sum(message_size(message) for messages in short.dialogues for message in messages) if short else 0
         if batch and (len(batch) == ENCODE_AT_ONCE or size + length > CHARACTERS_AT_ONCE):
             yield batch
             batch, size = [], 0
@@ -362,9 +367,18 @@ def _dataset(rows: list[TokenRow], columns: Features) -> Dataset:
     return Dataset.from_dict({name: [row[n] for row in rows] for n, name in enumerate(columns)}, features=columns)
 
 
-def _identity(message: Message) -> str:
-    """Return what makes two rows the same: roles, contents, and which answers are trained."""
-    return message["role"] + "\x1f" + message["content"] + "\x1funtrained" * (message.get("train") is False)
+def _parts(row: Example) -> list[str]:
+    """Return what makes two rows the same: roles, contents, which answers are trained, calls and tools."""
+    parts = [
+        message["role"]
+        + "\x1f"
+        + message["content"]
+        + "\x1funtrained" * (message.get("train") is False)
+        + (f"\x1fcalls {json.dumps(message['tool_calls'])}" if "tool_calls" in message else "")
+        for messages in row.dialogues
+        for message in messages
+    ]
+    return parts if row.tools is None else [*parts, json.dumps(row.tools)]
 
 
 def _digest(text: str) -> int:

@@ -302,6 +302,9 @@ def play_levels(
         item
         | {
             "messages": trajectory.messages,
+            **(
+                {} if trajectory.calls is None else {"calls": trajectory.calls, "failed_calls": trajectory.failed_calls}
+            ),
             "actions": trajectory.actions,
             "success": trajectory.success,
             "failure": trajectory.failure,

@@ -3,7 +3,6 @@ from .chat import (
     TEMPLATE_PATH as TEMPLATE_PATH,
     Chat as Chat,
     Encoded as Encoded,
-    Message as Message,
     template_text as template_text,
 )
 from .convgpt import (
@@ -32,6 +31,7 @@ from .forward import (
     worth_sharing as worth_sharing,
 )
 from .fused import fused_weights as fused_weights
+from .literals import Message as Message
 from .loading import (
     CODE as CODE,
     adapters_in_float32 as adapters_in_float32,
@@ -45,3 +45,11 @@ from .loading import (
 )
 from .model_card import commit as commit
 from .model_files import errors_in_words as errors_in_words, no_bars as no_bars
+from .tools import (
+    Said as Said,
+    Tools as Tools,
+    parsed_json as parsed_json,
+    plain_calls as plain_calls,
+    tools_key as tools_key,
+    without_nothing as without_nothing,
+)

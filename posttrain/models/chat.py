@@ -18,32 +18,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
 from tokenizers import AddedToken
 
 from posttrain.config import find_file
 from posttrain.files import read_text
-from posttrain.models import template_limits
+from posttrain.models.literals import REMEDY, Literals, Message
+from posttrain.models.tools import Said, Tools, read_calls, tools_key
 from posttrain.runtime import panics_in_words, plain_text_tokenizer
-from posttrain.types import UserError, one_line
+from posttrain.types import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]  # {"role": "assistant", "content": "Left"}; optional: "mask_spans": [[0, 2]], "train": False
-
 TEMPLATE_PATH = Path(__file__).with_name("chatml.jinja")
-ROLES = ("system", "user", "assistant")  # many templates print a role unchanged, so it is not free text
-REMEDY = (
-    "Write chat.template=chatml to train with this project's ChatML template, or "
-    "chat.template=FILE with a corrected copy of the model's own."
-)
-_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private-use characters: no template contains them
 
 
 class Encoded(NamedTuple):
@@ -66,7 +58,7 @@ def template_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Chat:
+class Chat(Literals):
     """One tokenizer with one template that was checked: made by `Chat.load`, the same in all phases.
 
     stop_id      the token that ends the assistant's turn, e.g. that of <|im_end|>
@@ -75,26 +67,16 @@ class Chat:
     added_tokens how many ids were added to the tokenizer: the model's embeddings must grow by as many rows
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    template: str
     hash: str
-    stop_id: int
     pad_id: int
-    control_ids: frozenset[int]
     start_ids: list[int]
     added_tokens: int
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, origin: str, added_tokens: int) -> None:
-        self.tokenizer = tokenizer
-        self.template = template
+        super().__init__(tokenizer, template, origin)
         self.hash = template_hash(template)
         self.added_tokens = added_tokens
-        self._origin = origin
-        self._added_ids = frozenset(tokenizer.added_tokens_decoder)
-        self._literals: dict[tuple[str, bool], list[int]] = {}
-        self._texts: dict[tuple[tuple[str, ...], bool], list[str]] = template_limits.Kept()
-        self._pieces: dict[tuple[tuple[str, ...], bool], list[list[int]]] = template_limits.Kept()
-        self._accepted: dict[tuple[tuple[str, ...], bool], list[list[int]]] = template_limits.Kept()
+        self._patterns: dict[frozenset[int], re.Pattern[str]] = {}
 
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         whole, text = (list(tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (True, False))
@@ -109,8 +91,6 @@ class Chat:
         self.control_ids = frozenset(control)
         if not control & self._added_ids <= special:
             self._backend = plain_text_tokenizer(tokenizer, control)
-        names = sorted(filter(None, map(self._backend.id_to_token, self.control_ids)), key=len, reverse=True)
-        self._control_text = re.compile("|".join(map(re.escape, names)))
         self.pad_id = self._choose_pad()
 
     @classmethod
@@ -161,28 +141,36 @@ class Chat:
 
     # Token ids of conversations
 
-    def encode(self, messages: Sequence[Message]) -> Encoded:
+    def encode(self, messages: Sequence[Message], tools: Tools | None = None) -> Encoded:
         """Return ids of a conversation, and a mask, True exactly on the assistants' contents and stop tokens.
 
         An assistant's message may carry `mask_spans`, character ranges [start, end) of its content that are not trained
         (e.g. what an interpreter printed). The content is cut there, so that no token is on both sides. With
         `train: False` neither the content nor its stop token is trained.
-        """
-        return self.encode_batch([messages])[0]
 
-    def encode_batch(self, dialogues: Sequence[Sequence[Message]]) -> list[Encoded]:
+        Args:
+            messages: the conversation; `tool_calls` of an assistant are part of what it wrote, results of tools are
+                messages of the role tool.
+            tools: schemas of the tools that the model is shown.
+        """
+        return self.encode_batch([messages], [tools])[0]
+
+    def encode_batch(
+        self, dialogues: Sequence[Sequence[Message]], tools: Sequence[Tools | None] | None = None
+    ) -> list[Encoded]:
         """Return `encode` of many conversations: all their contents go through the tokenizer together."""
-        structures = [self._structure(messages) for messages in dialogues]
-        cuts = [[_cut(message) for message in messages] for messages in dialogues]
+        keys = [None] * len(dialogues) if tools is None else list(map(tools_key, tools))
+        structures = [self._structure(messages, tools=key) for messages, key in zip(dialogues, keys, strict=True)]
+        cuts = [[_cut(message, self.written(message)) for message in messages] for messages in dialogues]
         texts = [text for cut in cuts for message in cut for text, _ in message.pieces]
         contents = iter(self._content_ids(texts))
         encoded = []
-        for literals, cut in zip(structures, cuts, strict=True):
+        for literals, cut, key in zip(structures, cuts, keys, strict=True):
             ids = list(literals[0])
             mask = [False] * len(ids)
             for message, literal in zip(cut, literals[1:], strict=True):
-                for _, trained in message.pieces:
-                    content = next(contents)
+                for text, trained in message.pieces:
+                    content = self._without(next(contents), text, self._kept_out(message.role, key))
                     ids += content
                     mask += [trained] * len(content)
                 ids += literal
@@ -192,26 +180,47 @@ class Chat:
             encoded.append(Encoded(ids, mask))
         return encoded
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the conversation so far and the header that opens the assistant's turn: where sampling starts."""
-        literals = self._structure(messages, open_turn=True)
-        contents = self._content_ids([message.get("content") for message in messages])
-        ids = list(literals[0])
-        for content, literal in zip(contents, literals[1:], strict=True):
-            ids += content + literal
+        key = tools_key(tools)
+        literals = self._structure(messages, open_turn=True, tools=key)
+        return list(literals[0]) + self._following(messages, literals, key)
+
+    def extend(self, said: str | Sequence[Message], *, finished: bool = True, tools: Tools | None = None) -> list[int]:
+        """Return what follows a sampled turn: the rest after its stop token, the next messages, the next header.
+
+        Args:
+            said: the user's text, or messages, such as the results of the tools that the turn called.
+            finished: False for a turn that the token budget cut short: then these ids begin with the stop token.
+            tools: those of the prompt.
+        """
+        messages: Sequence[Message] = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        key, before = tools_key(tools), [{"role": "user"}, {"role": "assistant"}]
+        _, _, between, *rest = self._structure([*before, *messages], open_turn=True, tools=key)
+        return between[1 if finished else 0 :] + self._following(messages, [[], *rest], key)
+
+    def _following(self, messages: Sequence[Message], literals: Sequence[list[int]], tools: str | None) -> list[int]:
+        """Return each message's content and the literal behind it."""
+        texts = list(map(self.written, messages))
+        ids: list[int] = []
+        for message, text, content, literal in zip(
+            messages, texts, self._content_ids(texts), literals[1:], strict=True
+        ):
+            ids += self._without(content, text, self._kept_out(message["role"], tools)) + literal
         return ids
 
-    def extend(self, user_text: str, *, finished: bool = True) -> list[int]:
-        """Return what follows a sampled turn: the rest after its stop token, the user's message, the next header.
+    def check_tools(self, tools: Tools) -> None:
+        """Raise UserError if the template cannot show these tools or write calls that can be read."""
+        self.prompt([{"role": "user", "content": "Hi"}], tools)
+        assert self.call_form
 
-        `finished=False` is for a turn that the token budget cut short: then these ids begin with the stop token.
-        """
-        _, _, between, header = self._pieces[("user", "assistant", "user"), True]
-        return between[1 if finished else 0 :] + self.content_ids(user_text) + header
+    def read_calls(self, text: str) -> Said:
+        """Return the calls of tools in the text of a sampled turn."""
+        return read_calls(text, self.call_form, self.tokenizer)
 
     def content_ids(self, text: str) -> list[int]:
         """Return the ids of plain text: "<|im_end|>" gives its letters, never the control token."""
-        return self._content_ids([text])[0]
+        return self._without(self._content_ids([text])[0], text, self.control_ids)
 
     @panics_in_words()
     def decode(self, ids: Sequence[int]) -> str:
@@ -245,165 +254,44 @@ class Chat:
     # Contents
 
     def _content_ids(self, texts: Sequence[Any]) -> list[list[int]]:
+        """Return the ids of each text, control tokens among them where the vocabulary has them as ordinary pieces."""
         self._backend.encode_special_tokens = True  # a copy made by pickle forgets it
         try:
-            rows = self._encode(texts)
+            return self._encode(texts)
         except (UnicodeEncodeError, TypeError) as error:
             bad = next(text for text in texts if not _is_text(text))
             raise UserError(
                 f"The content of a message is not text: {bad!a:.80}. Every content must be one string of whole Unicode "
                 f"characters (no list of parts, no missing value, no half of a surrogate pair); repair or drop the row."
             ) from error
-        for i, ids in enumerate(rows):
-            if not self.control_ids.isdisjoint(ids):
-                rows[i] = self._split_control_text(texts[i])
-        return rows
 
     @panics_in_words()
     def _encode(self, texts: Sequence[Any]) -> list[list[int]]:
         return [row.ids for row in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _split_control_text(self, text: str) -> list[int]:
-        """Split control tokens after their first character, where the vocabulary has them as ordinary pieces too."""
-        starts = [match.start() + 1 for match in re.finditer(f"(?=({self._control_text.pattern}))", text)]
+    def _kept_out(self, role: str, tools: str | None) -> frozenset[int]:
+        """Return the tokens that a content must not hold: in a dialogue with tools, for others than the assistant, also
+        added tokens that the template writes there, such as <tool_response>."""
+        if role == "assistant" or (tools is None and role != "tool"):
+            return self.control_ids
+        return self._with_tools[tools is not None]
+
+    def _without(self, ids: list[int], text: str, control: frozenset[int]) -> list[int]:
+        """Return the ids of a text without control tokens, which are split after their first character."""
+        if control.isdisjoint(ids):
+            return ids
+        if control not in self._patterns:
+            names = sorted(filter(None, map(self._backend.id_to_token, control)), key=len, reverse=True)
+            self._patterns[control] = re.compile(f"(?=({'|'.join(map(re.escape, names))}))")
+        starts = [match.start() + 1 for match in self._patterns[control].finditer(text)]
         parts = [text[a:b] for a, b in pairwise([0, *starts, len(text)])]
-        ids = [i for row in self._encode(parts) for i in row]
-        if not self.control_ids.isdisjoint(ids):
+        split = [i for row in self._encode(parts) for i in row]
+        if not control.isdisjoint(split):
             raise UserError(
                 f"The tokenizer turns part of this text into a control token: {text[:80]!r}. Its vocabulary lacks some "
                 f"character and its unknown token is a control token too. Drop such rows or use another tokenizer."
             )
-        return ids
-
-    # Literals
-
-    def _structure(self, messages: Sequence[Message], *, open_turn: bool = False) -> list[list[int]]:
-        """Return the literals around the contents of these messages: one more than there are messages."""
-        roles: tuple[Any, ...] = tuple(message.get("role") for message in messages)
-        if (roles, open_turn) not in self._accepted:
-            if unknown := [role for role in roles if role not in ROLES]:
-                raise UserError(f"A message has the role {unknown[0]!r}, but a role is one of {', '.join(ROLES)}.")
-            literals = self._literal_ids(roles, open_turn)
-            for role, literal in zip(roles, literals[1:], strict=True):
-                if role == "assistant" and (not literal or literal[0] != self.stop_id):
-                    self._refuse(f"does not end every answer with its stop token in a dialogue {roles}")
-            if not self._added_among(literals) <= self.control_ids:
-                self._refuse(f"writes control tokens in a dialogue {roles} that it writes nowhere else")
-            self._accepted[roles, open_turn] = literals
-        return self._accepted[roles, open_turn]
-
-    def _added_among(self, literals: Iterable[list[int]]) -> set[int]:
-        """Return the added tokens in literals, without the one for unknown characters."""
-        return {i for ids in literals for i in ids if i in self._added_ids and i != self.tokenizer.unk_token_id}
-
-    def _literal_ids(self, roles: tuple[str, ...], open_turn: bool) -> list[list[int]]:
-        if (roles, open_turn) not in self._pieces:
-            texts = self._literal_texts(roles, open_turn)
-            self._pieces[roles, open_turn] = [self._tokenise_literal(text, i == 0) for i, text in enumerate(texts)]
-        return self._pieces[roles, open_turn]
-
-    def _literal_texts(self, roles: tuple[str, ...], open_turn: bool) -> list[str]:
-        if (roles, open_turn) not in self._texts:
-            parts = _PLACEHOLDER.split(self._render(_placeholders(roles), open_turn))
-            if parts[1::2] != [str(i) for i in range(len(roles))]:
-                self._refuse(f"drops, repeats or moves messages of a dialogue {roles}")
-            self._texts[roles, open_turn] = parts[0::2]
-        return self._texts[roles, open_turn]
-
-    def _render(self, messages: list[Message], open_turn: bool) -> str:
-        try:
-            with template_limits.at_most(template_limits.STEPS):
-                rendered = self.tokenizer.apply_chat_template(
-                    messages, chat_template=self.template, add_generation_prompt=open_turn, tokenize=False
-                )
-        except Exception as error:  # a template is foreign code and may raise anything
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(f"{self._origin} fails on a dialogue [{roles}]: {one_line(error)}. {REMEDY}") from error
-        assert isinstance(rendered, str)
-        return rendered
-
-    def _tokenise_literal(self, text: str, first: bool) -> list[int]:
-        if (text, first) not in self._literals:
-            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            if ids and not first and ids[0] not in self._added_ids:
-                # Text after a content does not start a sentence: the tokenizer must not put a space before it.
-                self._backend.encode_special_tokens = False
-                ids = self._backend.encode(text, add_special_tokens=False).ids
-            self._literals[text, first] = ids
-        return self._literals[text, first]
-
-    # Checks, once at load
-
-    def _check_template(self) -> None:
-        """Find the stop token; raise UserError if the template can't be marked or rewrites earlier messages."""
-        turns = ("user", "assistant") * 3 + ("user",)
-        dialogues = [_placeholders(roles) for roles in (("user",), ("system", *turns))]
-        words = template_limits.why_not(self.template, self.tokenizer.special_tokens_map, dialogues)
-        if words:
-            raise UserError(f"{self._origin} cannot be used: {words} for a short dialogue. {REMEDY}")
-        accepted: list[tuple[str, ...]] = [turns]
-        try:
-            self._literal_texts(("system", "user"), False)
-            accepted.append(("system", *turns))
-        except UserError as error:
-            if not isinstance(error.__cause__, jinja2.TemplateError):
-                raise  # a template may refuse system messages, in words; then so do we, when one comes
-        stops: set[int] = set()
-        after: dict[tuple[str, str], list[int]] = {}
-        for roles in accepted:
-            whole = self._literal_ids(roles, False)
-            for count in range(roles.index("user") + 1, len(roles)):
-                pieces = self._literal_ids(roles[:count], False)
-                if pieces[:-1] != whole[:count] or pieces[-1] != whole[count][: len(pieces[-1])]:
-                    self._refuse(
-                        "writes earlier turns differently once later ones follow, so sampled tokens can't be kept"
-                        + self._about_thoughts()
-                    )
-                if roles[count] == "assistant" and self._literal_ids(roles[:count], True) != whole[: count + 1]:
-                    self._refuse(
-                        "opens an answer that is to be generated differently from an existing answer, so "
-                        "training and sampling would see different tokens"
-                    )
-                if after.setdefault((roles[count - 1], roles[count]), whole[count]) != whole[count]:
-                    self._refuse(
-                        "writes the same step of a dialogue differently at different places, so turns can't be appended"
-                    )
-                if roles[count - 1] == "assistant":
-                    stops.update(pieces[-1][:1] or [-1])
-            self._check_contents(roles)
-        if len(stops) != 1 or not stops <= self._added_ids:
-            self._refuse(
-                "can't be marked: the assistant's text is not followed at once by a stop token (an added token such as "
-                "<|im_end|>), so the model could not learn to stop"
-            )
-        self.stop_id = stops.pop()
-        self._literal_ids(("user", "assistant", "user"), True)
-
-    def _check_contents(self, roles: tuple[str, ...]) -> None:
-        """Check that the template does not change ordinary contents, also in earlier turns."""
-        says = {
-            "system": "Reply briefly.",
-            "user": "Which way\nnow?",
-            "assistant": "<think>\nThe ice is left.\n</think>\n\n<answer>Right</answer>",
-        }
-        literals = self._literal_texts(roles, False)
-        expected = literals[0] + "".join(says[role] + text for role, text in zip(roles, literals[1:], strict=True))
-        if self._render([{"role": role, "content": says[role]} for role in roles], False) != expected:
-            self._refuse(
-                "rewrites messages (many remove <think>...</think> from earlier answers), so training and "
-                "sampling would see different tokens"
-            )
-
-    def _about_thoughts(self) -> str:
-        thought = "The ice is left."
-        contents = ("Which way?", f"<think>\n{thought}\n</think>\n\nRight", "And now?")
-        dialogue = [
-            {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), contents, strict=True)
-        ]
-        return "" if thought in self._render(dialogue, True) else " (it removes the thoughts of earlier answers)"
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise UserError(f"{self._origin} {reason}. {REMEDY}")
+        return split
 
     def _choose_pad(self) -> int:
         """Return any special token but the stop token: padding must never look like the end of an answer."""
@@ -412,26 +300,25 @@ class Chat:
         return next((i for i in (*usual, *sorted(self.control_ids)) if i not in (None, self.stop_id)), self.stop_id)
 
 
-def _placeholders(roles: Sequence[str]) -> list[Message]:
-    """Return a dialogue of these roles whose contents can be located in a rendered template."""
-    return [{"role": role, "content": f"\ue000{i}\ue001"} for i, role in enumerate(roles)]
-
-
 class _Cut(NamedTuple):
-    """A content in pieces, each trained or not: _Cut([("2+2=", True), ("4", False), ("", True)], is_answer=True)."""
+    """A content in pieces, each trained or not: _Cut("assistant", [("2+2=", True), ("4", False), ("", True)], True)."""
 
+    role: str
     pieces: list[tuple[Any, bool]]
     is_answer: bool
 
 
-def _cut(message: Message) -> _Cut:
-    role, content, spans = message["role"], message.get("content"), message.get("mask_spans")
+def _cut(message: Message, content: Any) -> _Cut:
+    """Cut what a message wrote, its content and its calls; `mask_spans` count from the beginning of the content."""
+    role, spans = message["role"], message.get("mask_spans")
     if message.get("train") is False:
-        return _Cut([(content, False)], False)
+        return _Cut(role, [(content, False)], False)
     if spans is None or len(spans) == 0 or not isinstance(content, str):
-        return _Cut([(content, role == "assistant")], role == "assistant")
+        return _Cut(role, [(content, role == "assistant")], role == "assistant")
     if role != "assistant":
         raise UserError(f"mask_spans {spans} belong to a message with role {role!r}: only answers are trained.")
+    if message.get("tool_calls") and not content.startswith(message.get("content") or ""):
+        raise UserError(f"mask_spans {spans} belong to an answer with calls, whose content the template changes.")
     pieces: list[tuple[str, bool]] = []
     at = 0
     for start, end in sorted((int(a), int(b)) for a, b in spans):
@@ -440,7 +327,7 @@ def _cut(message: Message) -> _Cut:
         if max(start, at) < end:
             pieces += [(content[at:start], True), (content[max(start, at) : end], False)]
             at = end
-    return _Cut([*pieces, (content[at:], True)], True)
+    return _Cut(role, [*pieces, (content[at:], True)], True)
 
 
 def _is_text(content: object) -> bool:

@@ -32,12 +32,15 @@ PATIENCE = 120  # seconds by the clock, with the start of Python, on a busy mach
 OUT_OF_MEMORY = 77  # exit code
 
 
-def why_not(template: str, special_tokens: Mapping[str, str], dialogues: list[list[dict[str, str]]]) -> str:
+def why_not(
+    template: str, special_tokens: Mapping[str, str], dialogues: list[list[dict[str, str]]], tools: str | None = None
+) -> str:
     """Return why this template cannot be rendered for these dialogues within the limits, in words, or "".
 
-    Other errors do not count here: they are raised again when the template is used.
+    Other errors do not count here: they are raised again when the template is used. tools: schemas as JSON.
     """
-    return _tried(json.dumps([template, dict(special_tokens), dialogues, STEPS, SECONDS, BYTES]))
+    schemas = None if tools is None else json.loads(tools)
+    return _tried(json.dumps([template, dict(special_tokens), dialogues, schemas, STEPS, SECONDS, BYTES]))
 
 
 @functools.cache
@@ -102,9 +105,10 @@ def at_most(steps: int) -> Iterator[None]:
 
 
 class Kept(dict[Any, Any]):
-    """A cache of what was rendered for (roles, anything), of at most ROLES roles in all; the latest is dropped first.
+    """A cache of what was rendered for (roles, anything, tools); the latest is dropped first.
 
-    It is bounded because clients of a server choose the shapes of dialogues.
+    It holds at most ROLES roles in all, where a hundred characters of tools count as one. It is bounded because clients
+    of a server choose the shapes of dialogues.
     """
 
     _roles = 0
@@ -113,10 +117,14 @@ class Kept(dict[Any, Any]):
         return Kept, (), None, None, iter(self.items())
 
     def __setitem__(self, shape: Any, rendered: Any) -> None:
-        while self._roles + len(shape[0]) > ROLES and self:
-            self._roles -= len(self.popitem()[0][0])
-        self._roles += len(shape[0])
+        while self._roles + _size(shape) > ROLES and self:
+            self._roles -= _size(self.popitem()[0])
+        self._roles += _size(shape)
         super().__setitem__(shape, rendered)
+
+
+def _size(shape: tuple[Any, ...]) -> int:
+    return len(shape[0]) + sum(len(tools) for tools in shape[2:] if tools) // 100
 
 
 def import_alone(module: str) -> types.ModuleType:
@@ -136,7 +144,7 @@ def _render() -> None:
     import resource
 
     templates = import_alone("transformers.utils.chat_template_utils")
-    template, special_tokens, dialogues, steps, seconds, memory = json.load(sys.stdin)
+    template, special_tokens, dialogues, tools, steps, seconds, memory = json.load(sys.stdin)
     if sys.platform == "linux":
         with open("/proc/self/statm") as sizes:
             memory += int(sizes.read().split()[0]) * resource.getpagesize()
@@ -149,7 +157,7 @@ def _render() -> None:
         try:
             with at_most(steps):
                 templates.render_jinja_template(
-                    [dialogue], chat_template=template, add_generation_prompt=True, **special_tokens
+                    [dialogue], tools=tools, chat_template=template, add_generation_prompt=True, **special_tokens
                 )
         except BaseException as error:
             while error is not None:

@@ -17,6 +17,7 @@ import io
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,9 +118,10 @@ def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[s
     protocol = Protocol.of(env, **{name: value for name, value in stage.protocol.items() if name != "preset"})
     env.reset(seed=stage.seed, options=stage.reset_options)  # the list of actions may depend on the level
     turns, left = [], list(row["actions"])
-    for message in row["messages"]:
+    for message, following in pairwise([*row["messages"], {}]):
         if message["role"] == "assistant":
-            taken = protocol.read(message["content"], env.actions).actions[: len(left)]
+            calls = following.get("role") == "tool"  # such a turn does not act
+            taken = [] if calls else protocol.read(message["content"], env.actions).actions[: len(left)]
             if taken != left[: len(taken)]:
                 raise ValueError("the actions of a transcript do not match its text")
             del left[: len(taken)]
@@ -218,7 +220,8 @@ def browser_row(row: Record) -> Record:
 def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
     """Return the row of an episode for the browser, with pictures if its environment has them."""
     shown = browser_row(row)
-    if row.get("crashed") or ":" in stage.name:  # a results file must not choose a module to import
+    # A results file must not choose a module to import, as a path or an option of prompts, which has no pictures.
+    if row.get("crashed") or ":" in stage.name or stage.name == "prompts":
         return shown
     frames, turns = acted_out(stage, row)
     shown["actions"] = [taken for _, taken in turns]

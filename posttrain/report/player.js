@@ -143,7 +143,7 @@ function turnsOf(row, jump) {
 }
 
 function seen(message) {
-  const text = make("p", { className: "seen", textContent: message.content });
+  const text = make("p", { className: "seen", textContent: (message.role === "tool" ? "tool: " : "") + message.content });
   if (message.role !== "system") return text;
   return make("details", {}, make("summary", { textContent: "the rules it was told" }), text);
 }

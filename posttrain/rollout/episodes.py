@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -27,8 +27,9 @@ from envs import TextEnv
 from envs.episode import Episode
 from envs.process_state import ProcessState, keep_process_state
 from envs.protocol import Protocol, Turn
+from envs.tools import tools_of
 from posttrain.config import EnvSection, ProtocolSection, StarPORun
-from posttrain.models import Chat
+from posttrain.models import Chat, Message, Said
 from posttrain.rollout.engine import open_engine, open_servers
 from posttrain.rollout.engines.base import Sampler, TurnRequest
 from posttrain.rollout.engines.vllm_server import Policy
@@ -106,13 +107,16 @@ def open_env(section: EnvSection, **more: object) -> TextEnv:
     """Return a new environment as the config describes it; `more` are further options. ValueError if one is wrong."""
     with keep_process_state(section.name):
         env = envs.make(section.name, **section.options, **more)
-    env.label = section.title
+        if section.tools:
+            env.tools = [*env.tools, *tools_of(section.tools)]
+    env.label, env.max_calls, env.call_seconds = section.title, section.max_calls, section.call_seconds
     return env
 
 
 def most_turns(sections: Sequence[EnvSection], protocol: ProtocolSection) -> int:
-    """Return how many turns an episode in these environments has at most."""
-    return max(Protocol.of(open_env(section), **protocol.arguments()).max_turns for section in sections)
+    """Return how many turns an episode in these environments has at most, those that call tools included."""
+    made = [open_env(section) for section in sections]
+    return max(Protocol.of(env, **protocol.arguments()).max_turns + bool(env.tools) * 2 * env.max_calls for env in made)
 
 
 def set_up(
@@ -242,6 +246,15 @@ class Game:
         self.seconds_left = EPISODE_SECONDS
         self.completions: list[Completion] = []
         self.next_prompt: list[int] = []  # the ids between the last turn and the next one
+        self.said = Said("", [])  # the last turn, as far as it calls tools
+        self.tools: dict[str, Any] = {}  # of the chat's methods
+        if episode.env.tools:
+            self.tools["tools"] = [tool.schema for tool in episode.env.tools]
+            chat.check_tools(self.tools["tools"])
+            if context.kind != "full":
+                raise UserError(
+                    f"{episode.env.title} has tools, which need the whole conversation: write context: full."
+                )
         episode.env.late = episode.env.can_be_late
         self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
         self.trajectory = Trajectory(
@@ -263,17 +276,17 @@ class Game:
         *head, question = self.episode.messages[: self.episode.first_messages]
         if self.context.kind == "single_turn":
             summary = {"role": "user", "content": self.episode.summary(first)}
-            return self.chat.prompt([*head, summary]) + self.opening
+            return self.chat.prompt([*head, summary], **self.tools) + self.opening
         later = self.episode.messages[self.episode.first_messages :]
         users = [question, *(message for message in later if message["role"] == "user")]
-        ids = self.chat.prompt([*head, users[first]]) + self.opening
+        ids = self.chat.prompt([*head, users[first]], **self.tools) + self.opening
         for completion, user in zip(self.completions[first:], users[first + 1 :], strict=True):
             ids += completion.ids + self.reply(user["content"], completion)
         return ids
 
-    def reply(self, user: str, completion: Completion) -> list[int]:
-        """Return the ids between a sampled turn and the next one."""
-        return self.chat.extend(user, finished=completion.finished) + self.opening
+    def reply(self, said: str | Sequence[Message], completion: Completion) -> list[int]:
+        """Return the ids between a sampled turn and the next one: a user message, or what tools answered."""
+        return self.chat.extend(said, finished=completion.finished, **self.tools) + self.opening
 
     def look(self) -> bool:
         """Make `segment` the context of the next turn, at most `prompt_tokens` long; return False if nothing fits."""
@@ -283,6 +296,9 @@ class Game:
             if segments and len(self.segment.ids) + len(self.next_prompt) <= self.prompt_tokens:
                 self.segment.read(self.next_prompt)
                 return True
+            if segments and self.tools:  # what tools answered cannot be left out
+                self.trajectory.truncated = self.trajectory.out_of_context = True
+                return False
             start += (turn - oldest + 1) // 2  # with one turn dropped at a time, every later turn would begin a segment
         else:
             assert self.context.turns is not None
@@ -324,14 +340,25 @@ class Game:
         self.completions.append(completion)
         trajectory.versions.append(completion.version)
         trajectory.unfinished_turns += not completion.finished
-        return self.text(completion.ids[:-1] if completion.finished else completion.ids)
+        text = self.text(completion.ids[:-1] if completion.finished else completion.ids)
+        if self.tools:
+            self.said = self.chat.read_calls(text)
+        return text
+
+    @property
+    def slow(self) -> bool:
+        """Return whether the answer to the recorded turn may take a while: it runs in a thread."""
+        return self.episode.env.slow or bool(self.said.calls)
 
     def answer(self, text: str) -> Answer | BaseException:
         """Return the environment's answer to a text, or what it raised; it may run in a thread."""
         began = time.monotonic()
         try:
-            with keep_process_state(self.trajectory.env) if not self.episode.env.slow else nullcontext():
-                return self.episode.state_key(), self.episode.step(text)
+            with keep_process_state(self.trajectory.env) if not self.slow else nullcontext():
+                state = self.episode.state_key()
+                if self.said.calls:
+                    return state, self.episode.call(text, *self.said)
+                return state, self.episode.step(text)
         except RAISED as error:
             return error
         finally:
@@ -349,7 +376,7 @@ class Game:
             if not abs(sum(trajectory.turn_rewards) + turn.reward) < LARGEST_REWARD:
                 raise ValueError(f"the reward is {turn.reward}")
             if not turn.done:
-                self.next_prompt = self.reply(turn.user or "", completion)
+                self.next_prompt = self.reply(turn.results or turn.user or "", completion)
             key, reward, penalty, over = state, turn.reward, turn.penalty, turn.done
         except RAISED as error:  # it may raise or return anything; the episode ends, counted and left out of training
             trajectory.crashed = one_line(error)
@@ -370,6 +397,8 @@ class Game:
         trajectory.effective_actions = episode.effective_actions
         trajectory.failure = episode.failure
         trajectory.messages = list(episode.messages)
+        if self.tools:
+            trajectory.calls, trajectory.failed_calls = episode.calls, episode.failed_calls
         if (
             episode.own_words and self.completions and not self.completions[-1].finished
         ):  # an answer that was cut off did not end
@@ -379,12 +408,12 @@ class Game:
 
 
 def take_turns(games: Sequence[Game], completions: Sequence[Completion]) -> list[bool]:
-    """Return `Game.take_turn` of each; slow environments (a sandbox, a server) are stepped in parallel.
+    """Return `Game.take_turn` of each; tools and slow environments (a sandbox, a server) answer in parallel.
 
     A slow environment that takes longer than the time left of its episode has crashed: its answer is not waited for.
     """
     texts = [game.record(completion) for game, completion in zip(games, completions, strict=True)]
-    slow = [i for i, game in enumerate(games) if game.episode.env.slow]
+    slow = [i for i, game in enumerate(games) if game.slow]
     before = ProcessState.now()  # threads in parallel cannot know which of them made a change
     answers: dict[int, Answer | BaseException] = {}
     began: dict[int, float] = {}

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
-    from posttrain.models import Chat
+    from envs.tools import Tool
+    from posttrain.models import Chat, Message
 
 
 @dataclass
 class Exchange:
-    """A message and its answer: Exchange("Hi", [40, 7, 2], finished=True, text="Hello.")."""
+    """A message and its answer: Exchange("Hi", [40, 7, 2], finished=True, text="Hello.").
+
+    `before` are turns that called tools, and their results; `ids` are theirs as well.
+    """
 
     message: str
     ids: list[int]
     finished: bool
     text: str
+    before: list[Message] = field(default_factory=list)
+
+
+def open_tools(paths: Sequence[str]) -> list[Tool]:
+    """Return the tools of a chat; UserError where a path does not name one."""
+    if not paths:
+        return []
+    from envs.tools import tools_of  # which is slow to import
+
+    try:
+        return tools_of(paths)
+    except ValueError as problem:
+        raise UserError(f"tools: {problem}") from problem
 
 
 @dataclass
@@ -31,6 +49,21 @@ class Conversation:
     system: str | None = None
     exchanges: list[Exchange] = field(default_factory=list)
     forgotten: int = 0  # first exchanges, which no longer fit into the context
+    tools: list[Tool] = field(default_factory=list)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]] | None:
+        return [tool.schema for tool in self.tools] or None
+
+    def results(self, text: str, most: int, seconds: float) -> list[Message]:
+        """Return the results of the calls in a turn, at most `most`; none where it calls nothing."""
+        if not self.tools:
+            return []
+        from envs.tools import answer_of
+
+        calls = self.chat.read_calls(text).calls[:most]
+        answers = [(call.name, answer_of(call, self.tools, seconds)) for call in calls]
+        return [{"role": "tool", "name": name, "content": answer.text} for name, answer in answers]
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids up to the answer to `text`, with as many of the latest exchanges as leave room for it."""
@@ -49,9 +82,9 @@ class Conversation:
         exchanges = self.exchanges[start:]
         messages = [exchange.message for exchange in exchanges] + [text]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        ids = self.chat.prompt([*system, {"role": "user", "content": messages[0]}])
+        ids = self.chat.prompt([*system, {"role": "user", "content": messages[0]}], self.schemas)
         for exchange, following in zip(exchanges, messages[1:], strict=True):
-            ids += exchange.ids + self.chat.extend(following, finished=exchange.finished)
+            ids += exchange.ids + self.chat.extend(following, finished=exchange.finished, tools=self.schemas)
         return ids
 
     def messages(self) -> list[dict[str, Any]]:
@@ -59,6 +92,7 @@ class Conversation:
         rows: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges:
             rows.append({"role": "user", "content": exchange.message})
+            rows += exchange.before
             rows.append({"role": "assistant", "content": exchange.text})
             rows[-1] |= {} if exchange.finished else {"finished": False}
         return rows

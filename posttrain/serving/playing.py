@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -82,11 +83,12 @@ class PlayedLevel:
         """Return the text that the model reads before the coming turn."""
         if self.game.context.kind == "single_turn":
             return self.episode.summary(self.game.segment.first_turn)
-        return self.episode.messages[-1]["content"]
+        results = list(itertools.takewhile(lambda message: message["role"] == "tool", self.episode.messages[::-1]))
+        return "\n".join(each["content"] for each in results[::-1]) or self.episode.messages[-1]["content"]
 
     def answer(self) -> Answer:
         """Return the coming turn, which is written while it is read."""
-        seed = derive_seed(self.episode.seed, "turn", self.episode.turns)
+        seed = derive_seed(self.episode.seed, "turn", self.game.trajectory.turns)
         return self.generator.answer(self.game.segment.ids, self.setting.params(self.budget), seed)
 
     def take(self, answer: Answer) -> tuple[str, bool]:
@@ -97,8 +99,9 @@ class PlayedLevel:
             raise UserError(
                 f"{episode.env.name} raised {played.crashed} on level seed {episode.seed}: fix the environment."
             )
-        valid = episode.past[-1].valid
-        did = ", ".join(episode.actions[acted:]) or "no action"
+        calls = self.game.said.calls
+        valid = bool(calls) or episode.past[-1].valid
+        did = ", ".join(episode.actions[acted:] or [f"calls {call.name or 'nothing'}" for call in calls]) or "no action"
         cut = "" if answer.finished else f", cut after {self.budget} tokens"
         invalid = "" if valid else f", invalid answer: {played.turn_penalties[-1]:g}"
         self.over = not (going and self.game.look())

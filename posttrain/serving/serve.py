@@ -216,12 +216,14 @@ def build_server_app(
 def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
     """Return transformers' handlers of chats and of completions: classes with an instance for each request."""
     from fastapi import HTTPException, Response
+    from fastapi.responses import JSONResponse
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.utils import Modality
 
     from posttrain.runtime import compat
     from posttrain.serving.served_answers import reader_of
+    from posttrain.serving.served_calls import CallReader, characters_of, tools_asked, whole_messages
 
     vocabulary, context = model.config.get_text_config().vocab_size, context_of(model)
     characters = context * max(map(len, chat.tokenizer.get_vocab()))
@@ -230,6 +232,8 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
 
     class Checked:
         """A handler that refuses with status 400 what it cannot do."""
+
+        calls: CallReader | None = None  # of a request with tools
 
         def prompt(self, body: dict[str, Any]) -> list[int]:
             """Return the ids of the prompt; UserError without one."""
@@ -248,6 +252,7 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
                 raise UserError("The request is nested too deeply.") from error
             body["generation_config"] = json.dumps(settings)
             self.tokenizer = reader(ids)
+            self.tokenizer.calls = self.calls
             return body
 
         async def answer(self, request: Request) -> Any:
@@ -268,6 +273,8 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
                 leaving.cancel()
             if body.get("stream"):
                 response.body_iterator = as_openai_streams(response.body_iterator)
+            elif self.calls:
+                return JSONResponse(self.calls.into(json.loads(response.body)))
             return response
 
     class Chats(Checked, compat.tokenizer_of_each_request(ChatCompletionHandler)):
@@ -276,15 +283,19 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
             if problem := not_text(messages):
                 raise UserError(problem)
             # Only these fields: transformers drops the content of a message with `tool_calls`, even an empty list.
-            messages = [{"role": each["role"], "content": each["content"]} for each in messages]
-            body["messages"] = self.get_processor_inputs_from_messages(messages, Modality.LLM)
-            check_size(sum(len(each["content"]) for each in body["messages"]), characters, context)
-            return chat.prompt(body["messages"])
+            texts = [{"role": each["role"], "content": each.get("content") or ""} for each in messages]
+            body["messages"] = self.get_processor_inputs_from_messages(texts, Modality.LLM)
+            tools = tools_asked(body, chat)
+            check_size(characters_of(body["messages"], messages, tools), characters, context)
+            self.calls = CallReader(chat) if tools else None
+            return chat.prompt(whole_messages(body["messages"], messages), tools)
 
     class Texts(Checked, compat.tokenizer_of_each_request(CompletionHandler)):
         def prompt(self, body: dict[str, Any]) -> list[int]:
             if not isinstance(body.get("prompt"), str):
                 raise UserError("prompt must be a string.")
+            if body.get("tools"):
+                raise UserError("tools is not supported here: ask for a chat completion.")
             check_size(len(body["prompt"]), characters, context)
             return chat.tokenizer(body["prompt"])["input_ids"]  # type: ignore[return-value]
 

@@ -142,17 +142,17 @@ class Answers(GenerateManager):
         def send(item: Any) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        writer = Writer(processor.backend_tokenizer, response_parser, stops, ends, send)
+        parser = processor.calls or response_parser
+        writer = Writer(processor.backend_tokenizer, parser, stops, ends, send)
 
         def write() -> None:
             try:
-                model.generate(**inputs, streamer=writer, generation_config=gen_config)
-            except Ended:
-                pass
+                with suppress(Ended):
+                    model.generate(**inputs, streamer=writer, generation_config=gen_config)
+                writer.close()
             except Exception as error:  # sent to the client; the server continues
                 send(compat.stream_error()(str(error)))
                 return
-            writer.close()
             if writer.stopped:
                 gen_config.max_new_tokens = None
             send(None)
@@ -199,6 +199,7 @@ def reader_of(tokenizer: Any) -> Callable[[list[int]], Any]:
 
     class WithPrompt(type(tokenizer)):
         prompt: Any
+        calls: Any = None  # what reads calls of tools in the answer to a request with tools
         written = ""  # the answer, with its special tokens
 
         def __call__(self, *_: Any, **__: Any) -> Any:
@@ -208,6 +209,8 @@ def reader_of(tokenizer: Any) -> Callable[[list[int]], Any]:
             return self.prompt
 
         def parse_response(self, _: Any, *rest: Any, **more: Any) -> Any:
+            if self.calls:
+                return {"content": self.calls.said.content}
             return super().parse_response(self.written, *rest, **more)
 
     def read(ids: list[int]) -> Any:

@@ -20,7 +20,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None,),
     "presence_penalty": (None, 0, 0.0),
     "response_format": (None, {"type": "text"}),
-    "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -106,15 +105,18 @@ def not_text(messages: Any) -> str | None:
     for message in messages:
         if not isinstance(message.get("role"), str):
             return f"messages holds a message whose role is {message.get('role')!r:.40}, not a text."
-        parts = message.get("content")
+        calls = message.get("tool_calls") if message["role"] == "assistant" else None
+        parts = "" if calls and message.get("content") is None else message.get("content")
         if not isinstance(parts, str | list) or parts == []:
             return f"messages holds a message whose content is {parts!r:.40}, not a text."
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
                 return f"messages holds a part of type {kind!r:.40}: this model reads only text."
-        if message.get("tool_calls") or message.get("function_call") or message.get("audio"):
-            return "messages holds tool calls or audio: this model reads only text."
+        if message.get("function_call") or message.get("audio"):
+            return "messages holds a function_call or audio: write tool_calls, or only text."
+        if message.get("tool_calls") and not calls:
+            return f"messages holds tool_calls of the role {message['role']!r:.40}: only the assistant calls tools."
     return None if messages else "messages is empty."
 
 

@@ -196,9 +196,9 @@ BAD_TALKS: dict[str, list[dict[str, Any]]] = {
         {"messages": [user("a"), user("b"), assistant("c")]},
         {"messages": [assistant("c")]},
         {"messages": [user("a"), {"role": "system", "content": "s"}, assistant("c")]},
+        {"messages": [user("a"), {"role": "tool", "content": "s"}, user("b"), assistant("c")]},
     ],
     "a role other than system, user and assistant": [
-        {"messages": [user("a"), {"role": "tool", "content": "s"}, user("b"), assistant("c")]},
         {"messages": [{"role": "USER", "content": "a"}, assistant("c")]},
         {"messages": [user("a"), {"role": "bot", "content": "c"}]},
     ],
@@ -1073,7 +1073,7 @@ def test_nothing_left_is_an_error_with_the_reasons(
     assert "0 rows read" in refusal(tmp_path, tiny_chat, "")
     bad = [row for bad in BAD_TALKS.values() for row in bad if bad != BAD_TALKS["seen before"]]
     text = refusal(tmp_path, tiny_chat, "".join(json.dumps(row) + "\n" for row in bad))
-    assert "data.sources.0" in text and "3 roles do not alternate" in text and "2 empty content" in text
+    assert "data.sources.0" in text and "4 roles do not alternate" in text and "2 empty content" in text
     assert "- roles do not alternate" in capsys.readouterr().out, "the table comes first"
     # one empty source among others is not passed over
     good = Source(kind="messages", path=write(tmp_path / "good.jsonl", talks(5)))
@@ -1091,7 +1091,7 @@ def test_rows_that_are_all_masked_do_not_start(
 ) -> None:
     encode = tiny_chat.encode_batch
     monkeypatch.setattr(
-        tiny_chat, "encode_batch", lambda rows: [one._replace(mask=[False] * len(one.mask)) for one in encode(rows)]
+        tiny_chat, "encode_batch", lambda rows, *_: [one._replace(mask=[False] * len(one.mask)) for one in encode(rows)]
     )
     source = Source(kind="messages", path=write(tmp_path / "a.jsonl", talks(3)))
     with pytest.raises(UserError, match="3 no trained token"):

@@ -474,12 +474,11 @@ def test_whatever_stands_in_a_row_it_is_kept_dropped_or_told(tiny_chat: Chat, ki
 
 CALL = {"type": "function", "function": {"name": "lookup", "arguments": "{}"}}
 REASONS: list[tuple[str, dict[str, Any]]] = [
-    ("calls of tools", assistant("I look it up.") | {"tool_calls": [CALL]}),
-    ("calls of tools", assistant(None) | {"tool_calls": [CALL]}),
-    ("calls of tools", {"role": "assistant", "tool_calls": [CALL]}),
-    ("calls of tools", assistant("") | {"function_call": {"name": "lookup", "arguments": "{}"}}),
-    ("calls of tools", {"from": "function_call", "value": "lookup"}),
-    ("calls of tools", {"role": "tool", "content": "4", "tool_call_id": "1"}),
+    ("calls of tools that cannot be read", assistant("I look it up.") | {"tool_calls": ["lookup"]}),
+    ("calls of tools that cannot be read", assistant("") | {"function_call": {"name": "lookup", "arguments": "{"}}),
+    ("calls of tools that cannot be read", {"from": "function_call", "value": "lookup"}),
+    ("calls of tools that cannot be read", user("Look.") | {"tool_calls": [CALL]}),
+    ("roles do not alternate", {"role": "tool", "content": "4", "tool_call_id": "1"}),
     ("thoughts beside the content", assistant("4") | {"reasoning_content": "2 and 2"}),
     ("thoughts beside the content", assistant("4") | {"thinking": "2 and 2"}),
     ("pictures, sound or files", assistant("4") | {"images": ["a.png"]}),
@@ -489,7 +488,8 @@ REASONS: list[tuple[str, dict[str, Any]]] = [
     (r"unknown key of a message: '\x1b[2J'", assistant("4") | {"\x1b[2J": 1}),
     ("weight of a message is neither 0 nor 1", assistant("4") | {"weight": 0.5}),
     ("train of a message is neither 0 nor 1", assistant("4") | {"train": "no"}),
-    ("a role other than system, user and assistant", {"from": "observation", "value": "4"}),
+    ("roles do not alternate", {"from": "observation", "value": "4"}),
+    ("a role other than system, user and assistant", {"from": "critic", "value": "4"}),
 ]
 
 
@@ -516,7 +516,8 @@ def test_keys_that_change_nothing_and_keys_without_a_value_are_passed_over(tmp_p
     [("tools", "calls of tools"), ("images", "pictures, sound or files"), ("audio", "pictures, sound or files")],
 )
 def test_columns_beside_the_messages_that_matter(column: str, reason: str) -> None:
-    assert example({"messages": HI, column: [{"name": "lookup"}]}) == reason
+    of_tools = "tools that are not schemas of functions"  # others are trained
+    assert example({"messages": HI, column: [{"kind": "lookup"}]}) == (of_tools if column == "tools" else reason)
     assert example({"prompt": "a", "chosen": "b", "rejected": "c", column: "[1]"}, "preferences") == reason
     assert example({"prompt": "a", column: "[1]"}, "prompts") == reason
 

@@ -370,6 +370,27 @@ def test_what_was_saved_is_data_for_phase_1(says: Says, answers: Callable[..., A
     assert row["messages"] == [{"role": "system", "content": "Be kind."}, *user("Hallo", "Grüße 🦊")]
 
 
+def test_tools_are_called_and_their_answers_read(
+    says: Says, answers: Callable[..., Any], tmp_path: Path, tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Generator, "context", 8192)
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2+3"}}\n</tool_call>'
+    shown = answers(call, "It is 5.")
+    told = says("tools=[examples.own_tool:calculate]", stdin=f"What is 2+3?\nAnd now?\n/save {tmp_path / 'a.jsonl'}\n")
+    assert told.out.count("It is 5.") == 2 and told.err.count("[calculate: 5]") == 2
+    row = json.loads((tmp_path / "a.jsonl").read_text())
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"] * 2
+    whole = tiny_chat.encode(row["messages"], row["tools"]).ids
+    assert shown[3] == whole[: len(shown[3])] and shown[1][: len(shown[0])] == shown[0]
+    again = answers(call)
+    says("tools=[examples.own_tool:calculate]", "max_calls=3", stdin="What is 2+3?\n")
+    assert len(again) == 4
+    with pytest.raises(UserError, match=r"tools: the tool examples\.own_tool:none cannot be used"):
+        says("tools=[examples.own_tool:none]")
+    with pytest.raises(UserError, match="leave out --compare"):
+        says("tools=[examples.own_tool:calculate]", "--compare")
+
+
 def test_history_is_the_sampled_tokens_themselves(
     generator: Generator, says: Says, recorded: list[SimpleNamespace]
 ) -> None:

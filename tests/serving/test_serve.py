@@ -238,7 +238,11 @@ def test_it_samples_with_the_settings_of_the_request(client: openai.OpenAI, fina
         ({"model": "another"}, "pinned to"),
         ({"messages": [{"role": "boss", "content": "x"}]}, "role 'boss'"),
         ({"n": 2}, "n is not supported"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported"),
+        ({"tools": [{"type": "function"}]}, "not the schema of a function"),
+        (
+            {"messages": [*QUESTION, {"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, *QUESTION]},
+            "no function with a name",
+        ),
         ({"temperature": -1}, "temperature is -1, not a number from 0"),
         ({"max_tokens": "many"}, "max_tokens is 'many'"),
         ({"messages": []}, "messages is empty"),
@@ -345,7 +349,7 @@ def test_a_prompt_is_read_beside_the_event_loop(final: Path) -> None:
     app = serve.build_server_app(model, chat, "m")
     reading, go_on, prompt = threading.Event(), threading.Event(), chat.prompt
 
-    def slow(messages: Any) -> list[int]:
+    def slow(messages: Any, *_: Any) -> list[int]:
         reading.set()
         assert go_on.wait(30)
         return prompt(messages)

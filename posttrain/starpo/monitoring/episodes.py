@@ -42,6 +42,8 @@ class Summary(NamedTuple):
     logprob: float  # sum over the sampled tokens
     context: int  # tokens of the longest context
     reward: float
+    calls: int | None  # of tools; None without
+    failed_calls: int | None
 
     @classmethod
     def of(cls, t: Trajectory) -> Summary:
@@ -57,6 +59,7 @@ class Summary(NamedTuple):
         kept: Record = {name: record.get(name, 0) for name in cls._fields}
         kept |= {"success": bool(record["success"]), "crashed": bool(kept["crashed"]), "level_key": record["level"]}
         kept |= {"reward": record["return"], "actions": 0}
+        kept |= {name: record.get(name) for name in ("calls", "failed_calls")}
         return cls(**kept)
 
 
@@ -67,7 +70,17 @@ def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
     """
     count, turns = len(episodes), max(1, sum(e.turns for e in episodes))
     tokens, actions = sum(e.tokens for e in episodes), sum(e.actions for e in episodes)
-    return {
+    calling = [(e.calls, e.failed_calls or 0) for e in episodes if e.calls is not None]
+    calls = sum(made for made, _ in calling)
+    of_tools = (
+        {
+            "tool_calls": calls / len(calling),
+            "failed_tool_calls": sum(failed for _, failed in calling) / max(1, calls),
+        }
+        if calling
+        else {}
+    )
+    return of_tools | {
         "success": sum(e.success for e in episodes) / count,
         "reward": sum(e.reward for e in episodes) / count,
         "terminated": sum(e.terminated for e in episodes) / count,

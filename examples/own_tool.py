@@ -1,0 +1,45 @@
+"""A tool of your own: a calculator that a model may call before it answers.
+
+Written in a config as `envs: [{name: prompts, tools: [examples.own_tool:calculate], ...}]` (docs/own.md). The model is
+told what types and docstring say. A wrong argument or an exception becomes an error that the model reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+LONGEST = 200
+
+
+def calculate(expression: str) -> str:
+    """Calculate the value of an arithmetic expression.
+
+    Args:
+        expression: numbers with + - * / // % and parentheses, for example "3 * (2 + 4.5)"
+    """
+    if len(expression) > LONGEST:
+        raise ValueError(f"the expression is longer than {LONGEST} characters")
+    value = _value(ast.parse(expression.strip().replace(",", ""), mode="eval").body)
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def _value(node: ast.expr) -> float | int:
+    """Return the value of a tree of numbers and operators; nothing in it is executed."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value  # type: ignore[return-value]
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.operand))
+    raise ValueError(f"{ast.unparse(node)} is neither a number nor arithmetic")

@@ -1,0 +1,247 @@
+"""How does a model call a tool?  In the form that its chat template writes, which is read again from sampled text.
+
+    hermes      <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>    Qwen2.5, Qwen3, SmolLM3, chatml;
+                read also without its tags, where the call is the whole turn
+    llama       {"name": "add", "parameters": {"a": 1}}                              Llama 3
+    mistral     [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]
+    response    what the tokenizer's own `parse_response` reads
+
+A call that cannot be read is kept with an error, which the model reads as the tool's answer. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from envs.tools import Call
+from posttrain.types import UserError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Form = Literal["hermes", "llama", "mistral", "response"]
+Tools = Sequence[Mapping[str, Any]]  # schemas, as transformers' apply_chat_template takes them
+
+PROBE = json.dumps(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "probe_of_tools",
+                "description": "Probe.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"probe": {"type": "string", "description": "Probe."}},
+                    "required": ["probe"],
+                },
+            },
+        }
+    ]
+)
+PROBE_CALL = {"type": "function", "function": {"name": "probe_of_tools", "arguments": {"probe": "probed"}}}
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"  # which Llama 3.1 may write before a call
+TOOL_CALLS = "[TOOL_CALLS]"
+
+
+class Said(NamedTuple):
+    """What a turn says: Said("I look it up.", [Call("search", {"query": "fjord"})]); without calls all of its text."""
+
+    content: str
+    calls: list[Call]
+
+
+def tools_key(tools: Tools | None) -> str | None:
+    """Return the schemas as JSON; None where there are none. UserError if they are not schemas of functions."""
+    if not tools:
+        return None
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise UserError(
+                f"A tool is {tool!r:.80}, not the schema of a function: write"
+                ' {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}.'
+            )
+    try:
+        return json.dumps(list(tools), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"The schemas of the tools cannot be written as JSON: {one_line(error)}.") from error
+
+
+def names_of(key: str) -> list[str]:
+    """Return the names of the tools of a key."""
+    return [tool["function"]["name"] for tool in json.loads(key)]
+
+
+def plain_calls(calls: Any) -> list[dict[str, Any]]:
+    """Return calls as templates expect them, with arguments as a mapping. ValueError says what is wrong.
+
+    Arguments may be a JSON text, as OpenAI writes them. Keys of arguments without a value are left out: columns of a
+    table give every row all keys.
+    """
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise ValueError("tool_calls is not a list")
+    plain: list[dict[str, Any]] = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError("a call has no function with a name")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = parsed_json(arguments) if arguments.strip() else {}
+        elif isinstance(arguments, Mapping):
+            arguments = without_nothing(arguments)
+        if arguments is not None and not isinstance(arguments, dict):
+            raise ValueError("the arguments of a call are not an object")
+        given = {"name": function["name"], "arguments": arguments or {}}
+        names = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        plain.append(names | {"type": "function", "function": given})
+    return plain
+
+
+def without_nothing(value: Any) -> Any:
+    """Return mappings without their keys that are None, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: without_nothing(each) for key, each in value.items() if each is not None}
+    return [without_nothing(each) for each in value] if isinstance(value, list) else value
+
+
+def parsed_json(text: str) -> Any:
+    """Return what a JSON text holds; ValueError where it is not JSON or nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+# Forms
+
+
+def form_of(written: str) -> Form | None:
+    """Return the form of `PROBE_CALL` as a template has written it; None where it is not one of those known here."""
+    forms: tuple[Form, ...] = ("hermes", "mistral", "llama")
+    function = PROBE_CALL["function"]
+    probe = Call(function["name"], function["arguments"])  # type: ignore[index]
+    return next((form for form in forms if list(_READ[form](written)) == [("", probe)]), None)
+
+
+def hermes_text(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
+    """Return what Qwen2.5 writes, for templates that explain this form and leave calls out of what they render."""
+    parts = [content] if content else []
+    for call in calls:
+        function = {key: call["function"][key] for key in ("name", "arguments")}
+        parts.append(f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}")
+    return "\n".join(parts)
+
+
+def read_calls(text: str, form: Form, tokenizer: PreTrainedTokenizerBase | None = None) -> Said:
+    """Return the calls of a turn, those that cannot be read with an error; what stands in a first thought is not one.
+
+    tokenizer: of the form "response".
+    """
+    if form == "response":
+        assert tokenizer is not None
+        return _response(text, tokenizer)
+    thinks = text.lstrip().startswith("<think>")
+    end = text.find("</think>") + len("</think>") if thinks and "</think>" in text else len(text) * thinks
+    found = list(_READ[form](text[end:]))
+    return Said((text[:end] + found[0][0]).rstrip(), [call for _, call in found]) if found else Said(text, [])
+
+
+def _hermes(text: str) -> Iterator[tuple[str, Call]]:
+    before, opened, rest = text.partition(OPEN)
+    first = before
+    if not opened and (bare := _bare(text)):
+        yield "", bare  # small models leave out the tags
+    while opened:
+        inner, closed, after = rest.partition(CLOSE)
+        yield first, _call(inner, "arguments") if closed else Call("", {}, f"The call is not closed by {CLOSE}.")
+        first = ""
+        _, opened, rest = after.partition(OPEN)
+
+
+def _bare(text: str) -> Call | None:
+    """Return the call that is all of a text, a JSON object of a name and arguments."""
+    text = text.strip()
+    try:
+        value = parsed_json(text) if text.startswith("{") else None
+    except ValueError:
+        return None
+    return _read(value, "arguments") if isinstance(value, dict) and set(value) == {"name", "arguments"} else None
+
+
+def _llama(text: str) -> Iterator[tuple[str, Call]]:
+    before, tag, after = text.partition(PYTHON_TAG)
+    rest = (after if tag else text).strip()
+    first = before if tag else ""
+    if not tag and not rest.startswith("{"):
+        return
+    decoder = json.JSONDecoder()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            if tag or '"name"' in rest[: rest.find(",") if "," in rest else None]:
+                yield first, Call("", {}, _not_json(error))
+            return
+        if not isinstance(value, dict) or "name" not in value:
+            return  # an answer that is JSON
+        yield first, _read(value, "parameters")
+        first, rest = "", rest[end:].lstrip(" \n;")
+
+
+def _mistral(text: str) -> Iterator[tuple[str, Call]]:
+    before, marked, rest = text.partition(TOOL_CALLS)
+    if not marked:
+        return
+    try:
+        calls = parsed_json(rest)
+    except ValueError as error:
+        yield before, Call("", {}, _not_json(error))
+        return
+    for number, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        yield "" if number else before, _read(call, "arguments")
+
+
+_READ = {"hermes": _hermes, "llama": _llama, "mistral": _mistral}
+
+
+def _response(text: str, tokenizer: PreTrainedTokenizerBase) -> Said:
+    try:
+        message: Any = tokenizer.parse_response(text, prefix="")
+    except Exception as error:  # the tokenizer's own template may raise anything
+        return Said(text, [Call("", {}, f"The call cannot be read: {one_line(error)}.")])
+    calls = message.get("tool_calls") or [] if isinstance(message, dict) else []
+    read = [_read(_function(each), "arguments") for each in calls]
+    return Said(message.get("content") or "", read) if read else Said(text, [])
+
+
+def _function(call: Any) -> Any:
+    return call.get("function", call) if isinstance(call, dict) else call
+
+
+def _call(text: str, key: str) -> Call:
+    try:
+        return _read(parsed_json(text), key)
+    except ValueError as error:
+        return Call("", {}, _not_json(error))
+
+
+def _read(value: Any, key: str) -> Call:
+    """Return the call in a JSON value."""
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        return Call("", {}, f'A call is an object {{"name": ..., "{key}": {{...}}}}.')
+    arguments = value.get(key, {})
+    with suppress(ValueError):
+        arguments = parsed_json(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        return Call(name, {}, f'"{key}" is not an object.')
+    return Call(name, arguments)
+
+
+def _not_json(error: Exception) -> str:
+    return f"The call is not valid JSON: {one_line(error)}."

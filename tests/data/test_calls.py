@@ -1,0 +1,147 @@
+"""Are rows with tools trained as the template writes them, in all common spellings?"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_data import answers, assistant, digest, section, user, write
+from test_formats import example
+
+from posttrain.config import Source
+from posttrain.data import load_prompts, load_questions, load_sft
+from posttrain.data.filters import Example
+from posttrain.models.chat import Chat
+from posttrain.types import UserError
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look up a word.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+ARGUMENTS = {"word": "fjord"}
+CALL = {"type": "function", "function": {"name": "lookup", "arguments": ARGUMENTS}}
+RESULT = {"role": "tool", "name": "lookup", "tool_call_id": "1", "content": "a bay"}
+ASKED = [user("What is a fjord?"), assistant("") | {"tool_calls": [CALL]}, RESULT, assistant("A bay.")]
+ROW: dict[str, Any] = {"messages": ASKED, "tools": [SCHEMA]}
+WRITTEN = '<tool_call>\n{"name": "lookup", "arguments": {"word": "fjord"}}\n</tool_call>'
+
+
+def sharegpt(*said: tuple[str, str]) -> dict[str, Any]:
+    return {"conversations": [{"from": name, "value": text} for name, text in said], "tools": [SCHEMA["function"]]}
+
+
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "as JSON": ROW | {"tools": json.dumps([SCHEMA])},
+    "arguments as JSON": {
+        **ROW,
+        "messages": [
+            ASKED[0],
+            assistant(None) | {"tool_calls": [{"function": {"name": "lookup", "arguments": json.dumps(ARGUMENTS)}}]},
+            *ASKED[2:],
+        ],
+    },
+    "function_call": {
+        **ROW,
+        "messages": [
+            ASKED[0],
+            assistant(None) | {"function_call": {"name": "lookup", "arguments": json.dumps(ARGUMENTS)}},
+            {"role": "function", "name": "lookup", "content": "a bay"},
+            ASKED[3],
+        ],
+    },
+    "ShareGPT": sharegpt(
+        ("human", "What is a fjord?"), ("function_call", json.dumps({"name": "lookup", "arguments": ARGUMENTS})),
+        ("observation", "a bay"), ("gpt", "A bay."),
+    ),
+}  # fmt: skip
+
+
+def load(tmp_path: Path, chat: Chat, rows: list[dict[str, Any]]) -> Any:
+    return load_sft(section(Source(kind="messages", path=write(tmp_path / "a.jsonl", rows)), max_length=2000), chat)
+
+
+def test_calls_are_trained_and_results_are_read(tmp_path: Path, tiny_chat: Chat) -> None:
+    data = load(tmp_path, tiny_chat, [ROW])
+    assert answers(tiny_chat, data.train) == [WRITTEN, "A bay."]
+    ids = data.train[0]["input_ids"]
+    assert ids == tiny_chat.tokenizer.apply_chat_template(ASKED, tools=[SCHEMA])["input_ids"]  # type: ignore[index, arg-type]
+    for spelled in SPELLINGS.values():
+        assert load(tmp_path, tiny_chat, [spelled]).train[0]["input_ids"] == ids
+    # Parquet gives every call all keys of all calls
+    other = {
+        "messages": [
+            *ASKED[:1],
+            assistant("") | {"tool_calls": [{**CALL, "function": {"name": "now", "arguments": {"zone": "UTC"}}}]},
+        ]
+    }
+    pq.write_table(pa.Table.from_pylist([ROW, other | {"tools": [SCHEMA]}]), tmp_path / "a.parquet")
+    again = load_sft(section(Source(kind="messages", path=str(tmp_path / "a.parquet")), max_length=2000), tiny_chat)
+    assert ids in again.train["input_ids"] and len(again.train) == 2
+
+
+def test_rows_differ_in_their_calls_and_tools(tmp_path: Path, tiny_chat: Chat) -> None:
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {"word": "bay"}}}
+    rows = [ROW, {"messages": ASKED}, ROW | {"messages": [ASKED[0], assistant("") | {"tool_calls": [call]}]}, ROW]
+    data = load(tmp_path, tiny_chat, rows)
+    assert data.table.sources[0].dropped == {"seen before": 1} and len(data.train) == 3
+    assert digest(load(tmp_path, tiny_chat, rows[::-1])) == digest(data)
+
+
+def test_a_dialogue_that_ends_with_results_is_cut_after_its_call(tmp_path: Path, tiny_chat: Chat) -> None:
+    data = load(tmp_path, tiny_chat, [{"messages": [*ASKED[:3], RESULT, user("And?")], "tools": [SCHEMA]}])
+    assert answers(tiny_chat, data.train) == [WRITTEN] and data.table.sources[0].cut == 1
+    parallel = [ASKED[0], assistant("I look.") | {"tool_calls": [CALL, CALL]}, RESULT, RESULT, ASKED[3], *ASKED[:2]]
+    assert answers(tiny_chat, load(tmp_path, tiny_chat, [{"messages": parallel}]).train) == [
+        f"I look.\n{WRITTEN}\n{WRITTEN}", "A bay.", WRITTEN,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (ROW | {"tools": "[{"}, "tools that are not schemas of functions"),
+        (ROW | {"tools": [{"description": "x"}]}, "tools that are not schemas of functions"),
+        ({"messages": [ASKED[0], assistant("") | {"tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+         "calls of tools that cannot be read"),
+        ({"messages": [ASKED[0], assistant("") | {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+         "calls of tools that cannot be read"),
+        ({"messages": [user("Hi") | {"tool_calls": [CALL]}, assistant("Hello")]}, "calls of tools that cannot be read"),
+        ({"messages": [ASKED[0], RESULT, ASKED[3]]}, "roles do not alternate"),
+        ({"messages": [*ASKED[:2], ASKED[3]]}, "roles do not alternate"),
+        ({"messages": [*ASKED[:2], RESULT | {"content": None}, ASKED[3]]}, "content is not text"),
+    ],
+)  # fmt: skip
+def test_reasons(row: dict[str, Any], reason: str) -> None:
+    assert example(row) == reason
+
+
+def test_other_kinds_drop_rows_with_tools(tmp_path: Path, tiny_chat: Chat) -> None:
+    assert example({"prompt": [*ASKED[:3]]}, "prompts") == "calls of tools"
+    assert isinstance(example(ROW), Example)
+    path = write(tmp_path / "a.jsonl", [ROW, {"messages": ASKED[::3]}])
+    source = section(Source(kind="messages", path=path), max_length=2000)
+    questions, table = load_questions(source, tiny_chat)
+    assert len(questions) == 1 and table.sources[0].dropped == {"calls of tools": 1}
+    prompts = load_prompts(source, tiny_chat).train["prompt_ids"]
+    assert any("# Tools" in tiny_chat.decode(ids) for ids in prompts)
+
+
+def test_a_template_without_tools_is_refused_with_the_way_out(tmp_path: Path, tiny_chat: Chat) -> None:
+    tokenizer = copy.deepcopy(tiny_chat.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    chat = Chat.load(tokenizer, None)
+    with pytest.raises(UserError, match=r"does not show tools to the model.*chat\.template=chatml"):
+        load(tmp_path, chat, [ROW])
+    assert answers(chat, load(tmp_path, chat, [{"messages": ASKED[::3]}]).train) == ["A bay."]

@@ -1,0 +1,187 @@
+"""What does a model read when it calls a function: results, and errors in words, within a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Literal
+
+import pytest
+
+from envs.tools import MOST_CHARACTERS, Call, Tool, answer_of, methods_of, tool_of
+from examples.own_tool import calculate
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first one
+        b: the second one
+    """
+    return a + b
+
+
+def look(word: str, where: Literal["here", "there"] = "here") -> Any:
+    """Look up a word.
+
+    Args:
+        word: what to look up
+        where: in which book
+    """
+    if word == "list":
+        return {"found": [word, "é"], "where": where}
+    if word == "hang":
+        time.sleep(60)
+    if word == "raise":
+        raise KeyError("no such\nword")
+    if word == "exit":
+        raise SystemExit(3)
+    if word == "half":
+        return "\ud800"
+    if word == "loop":
+        loop: list[Any] = []
+        loop.append(loop)
+        return loop
+    return word * 10_000
+
+
+async def wait(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def no_types(a):
+    """Do it.
+
+    Args:
+        a: what
+    """
+
+
+def no_docstring(a: int) -> int:
+    return a
+
+
+class Counter:
+    """An environment in TRL's style."""
+
+    def reset(self, **row: Any) -> str | None:
+        self.value = 0
+        return None
+
+    def step(self, by: int) -> str:
+        """Count on.
+
+        Args:
+            by: how far
+        """
+        self.value += by
+        return str(self.value)
+
+    def _hidden(self) -> None: ...
+
+
+TOOLS = [Tool(function, "here") for function in (add, look, wait)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("add", {"a": 1, "b": 2}, "3"),
+        ("add", {"a": "4"}, "5"),
+        ("look", {"word": "list"}, '{"found": ["list", "é"], "where": "here"}'),
+        ("wait", {"seconds": 0.01}, "done"),
+        ("look", {"word": "half"}, "?"),
+    ],
+)
+def test_results_are_texts(name: str, arguments: dict[str, Any], text: str) -> None:
+    assert answer_of(Call(name, arguments), TOOLS, 5.0) == (text, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("add", {"a": "x"}, "add: a: Input should be a valid integer"),
+        ("add", {}, "add: a: Missing required argument"),
+        ("add", {"a": 1, "c": 2}, "add: c: Unexpected keyword argument"),
+        ("look", {"word": "a", "where": "else"}, "where: Input should be 'here' or 'there'"),
+        ("look", {"word": "raise"}, "Error: KeyError: 'no such"),
+        ("look", {"word": "exit"}, "Error: SystemExit: 3"),
+        ("look", {"word": "loop"}, "neither a text nor JSON"),
+        ("subtract", {}, "there is no tool subtract, only add, look, wait"),
+    ],
+)
+def test_errors_are_texts(name: str, arguments: dict[str, Any], words: str) -> None:
+    text, failed = answer_of(Call(name, arguments), TOOLS, 5.0)
+    assert failed and words in text and text.startswith("Error: ")
+
+
+def test_what_hangs_is_left_behind_and_long_results_are_cut() -> None:
+    began = time.monotonic()
+    assert answer_of(Call("look", {"word": "hang"}), TOOLS, 0.05).text == "Error: look took more than 0.05 s."
+    assert answer_of(Call("wait", {"seconds": 50}), TOOLS, 0.05).failed
+    assert time.monotonic() - began < 20
+    text = answer_of(Call("look", {"word": "word"}), TOOLS, 5.0).text
+    assert text[:MOST_CHARACTERS] == ("word" * 10_000)[:MOST_CHARACTERS] and text.endswith("(36000 more characters)")
+    assert answer_of(Call("", {}, "It is not JSON."), TOOLS, 5.0) == ("Error: It is not JSON.", True)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (f"{__name__}:no_types", "has no schema .*Write a type for each parameter"),
+        (f"{__name__}:no_docstring", "has no schema .*docstring"),
+        (f"{__name__}:absent", "has no absent"),
+        (f"{__name__}:Counter", "is not a function"),
+        (f"{__name__}:TOOLS", "is not a function"),
+        ("no_such_module_of_mine:f", "there is no module"),
+        ("calculate", "write `module:name`"),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused_in_words(path: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        tool_of(path)
+    assert path in str(caught.value)
+
+
+def test_methods_of_an_environment_are_tools_of_one_instance() -> None:
+    first, second = Counter(), Counter()
+    first.reset(), second.reset()
+    (step,) = methods_of(first)
+    assert step.schema["function"]["name"] == "step"
+    assert [answer_of(Call("step", {"by": 2}), [step], 5.0).text for _ in range(2)] == ["2", "4"]
+    assert (first.value, second.value) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("3 * (2 + 4.5)", "19.5"), ("-7 // 2", "-4"), ("1,200 % 7", "3"), ("1/3", "0.3333333333"), (" 2 ", "2")],
+)
+def test_the_calculator_calculates(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os')",
+        "9 ** 9 ** 9",
+        "a",
+        "'x' * 9",
+        "(1).real",
+        "[1]",
+        "1 if 1 else 2",
+        "1" * 201,
+        "True",
+        "1 +",
+        "1j",
+    ],
+)
+def test_the_calculator_reads_numbers_alone(expression: str) -> None:
+    assert answer_of(Call("calculate", {"expression": expression}), [Tool(calculate, "here")], 5.0).failed

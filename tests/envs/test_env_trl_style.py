@@ -1,0 +1,113 @@
+"""Does an environment that was written for TRL's `environment_factory` run unchanged in `prompts`?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import envs
+from envs.base import TextEnv
+from envs.episode import Episode
+from envs.protocol import Protocol
+from envs.tools import Call
+
+
+class Counter:
+    """Count to a target."""
+
+    def __init__(self) -> None:
+        self.value = self.target = 0
+
+    def reset(self, target: int, **row: Any) -> str | None:
+        self.value, self.target = 0, target
+        return f" Count to {target}."
+
+    def count(self, by: int) -> str:
+        """Count on.
+
+        Args:
+            by: how far
+        """
+        self.value += by
+        return str(self.value)
+
+    def _secret(self) -> None: ...
+
+
+class Judge(Counter):
+    async def get_reward(self) -> float:
+        return float(self.value == self.target)
+
+
+class Silent(Counter):
+    def reset(self, **row: Any) -> str | None:
+        return None
+
+
+class Odd(Counter):
+    def reset(self, **row: Any) -> Any:
+        return 5
+
+
+class Untyped(Counter):
+    def wait(self, seconds):
+        """Wait.
+
+        Args:
+            seconds: how long
+        """
+
+
+def near(prompts: list[Any], completions: list[Any], environments: list[Any], **columns: Any) -> list[float]:
+    assert all(isinstance(each, list) for each in [*prompts, *completions])
+    return [1.0 - abs(each.target - each.value) / 10 for each in environments]
+
+
+def opened(tmp_path: Path, kind: str, **options: Any) -> TextEnv:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Hello {n}.", "target": 3}) + "\n" for n in range(40)))
+    return envs.make("prompts", path=str(path), environment=f"{__name__}:{kind}", **options)
+
+
+def count(episode: Episode, by: int) -> Any:
+    return episode.call("text", "", [Call("count", {"by": by})])
+
+
+def test_methods_are_tools_and_the_environment_gives_its_reward(tmp_path: Path) -> None:
+    both = [Episode(opened(tmp_path, "Judge"), Protocol(), seed, "train") for seed in (1, 2)]
+    assert [tool.name for tool in both[0].env.tools] == ["count"]
+    assert all(episode.messages[-1]["content"].endswith(". Count to 3.") for episode in both)
+    assert [count(both[0], by).results[0]["content"] for by in (1, 2)] == ["1", "3"]
+    assert count(both[1], 1).results[0]["content"] == "1"
+    assert [episode.step("Done.").reward for episode in both] == [1.0, 0.0]
+    assert [episode.success for episode in both] == [True, False]
+    again = both[0].env
+    assert count(Episode(again, Protocol(), 5, "train"), 1).results[0]["content"] == "1" and len(again.tools) == 1
+
+
+def test_reward_functions_are_given_environments(tmp_path: Path) -> None:
+    episode = Episode(opened(tmp_path, "Judge", rewards=[f"{__name__}:near"]), Protocol(), 1, "train")
+    count(episode, 2)
+    assert episode.step("Done.").reward == pytest.approx(0.9)
+    answered: Any = episode.env
+    assert [message["role"] for message in answered.answered.completion] == ["assistant", "tool", "assistant"]
+    assert answered.answered.completion[0]["tool_calls"][0]["function"] == {"name": "count", "arguments": {"by": 2}}
+
+
+def test_what_reset_says(tmp_path: Path) -> None:
+    plain = Episode(opened(tmp_path, "Silent", rewards=["length"]), Protocol(), 1, "train")
+    assert plain.messages[-1]["content"].startswith("Hello") and plain.messages[-1]["content"].endswith(".")
+    with pytest.raises(ValueError, match="reset returned int"):
+        Episode(opened(tmp_path, "Odd", rewards=["length"]), Protocol(), 1, "train")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("Missing", "has no Missing"), ("near", "is not a class with a method reset"), ("Untyped", "wait has no schema")],
+)
+def test_what_cannot_be_an_environment_is_refused(tmp_path: Path, kind: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        opened(tmp_path, kind)
