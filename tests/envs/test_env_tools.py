@@ -152,7 +152,8 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_words(path: str, words: 
 
 def test_methods_of_an_environment_are_tools_of_one_instance() -> None:
     first, second = Counter(), Counter()
-    first.reset(), second.reset()
+    for each in (first, second):
+        each.reset()
     (step,) = methods_of(first)
     assert step.schema["function"]["name"] == "step"
     assert [answer_of(Call("step", {"by": 2}), [step], 5.0).text for _ in range(2)] == ["2", "4"]
