@@ -66,6 +66,8 @@ def check_source(model: ModelSection, key: str = "model.name_or_path") -> None:
                 f"`python -m posttrain.data.embedded --out {name}` makes it, the quickstart's base model. Or name"
                 if folder.parts[-2:] == ("quickstart", "base")
                 else "It would be the folder of the previous phase's result: run that phase first, or name"
+                if key == "model.name_or_path"
+                else "Name"
             )
             + f" another checkpoint folder or a Hub model ({key}=...)."
         )
