@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     learner = starpo.make_learner(cfg, model, chat)
     sampler = learner.open_sampler(chat)
     with learner.sampling(), models.no_bars():  # while the policy is what it starts from
-        distillation = starpo.Distillation.start(learner, sampler, chat) if cfg.distillation else None
+        distillation = starpo.Distillation.start(learner, sampler, chat) if cfg.remembers else None
     former_tasks = evaluation.FormerTasks(cfg, chat)
     state = starpo.first_state(setup, learner, chat)
     monitor = starpo.Monitor(cfg, setup.settings, state, learner.exact, setup.resumes)
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
                 groups = rollout(cfg, sampler, chat, step, state, worker)
             played_at = time.perf_counter()
             starpo.refuse_crashes(cfg, state, groups)
-            if step == 1:
+            if step == 1 and cfg.rewarded:
                 monitor.say(starpo.first_advice(cfg, learner, groups, model.num_parameters()))
             scored = score_and_filter(cfg, groups, learner)
             metrics = starpo.describe(groups, scored.std, scored.kept)
@@ -235,6 +235,8 @@ def advantages(
         weights: of each group, which its advantages are multiplied by where there is no critic.
         trains_B: bool, whose tokens count in the loss.
     """
+    if not cfg.rewarded:  # a teacher says what every token should have been
+        return batch.sampler_S.new_zeros(len(batch.sampler_S)), None
     earned = starpo.Earned.of(batch, trains_B, measured.values_S)
     advantages_S, returns_S = starpo.estimate(cfg.algorithm, earned)
     if returns_S is None:
@@ -277,7 +279,10 @@ def update(
             )
             objective = losses.objective(tokens, learner.settings)
             figures.policy(forward, tokens, objective, sampler_S)
-            value = learner.backward(objective.loss, forward, experience, tokens.weights_S, critic_alone)
+            taught = learner.towards_teacher(forward, tokens.weights_S, critic_alone)
+            figures.teacher(forward, taught)
+            loss = objective.loss + taught.loss if taught else objective.loss
+            value = learner.backward(loss, forward, experience, tokens.weights_S, critic_alone)
             figures.critic(forward, value)
         prefixes.backward()
         if distillation is not None and not critic_alone:

@@ -1,8 +1,8 @@
 """What do five updates of phase 3 do in these processes?  `sharded_updates.py OUT SETTINGS` (test_sharding.py).
 
 SETTINGS is JSON: `algorithm`, `trainer`, `tuning` and `distillation` as in a config; `groups` and `members` of the
-episodes, which are the same in every process; `tied`: one weight for embedding and output layer. OUT is given the
-gradients of each step, the weights at the end, and what a checkpoint would hold.
+episodes, which are the same in every process; `tied`: one weight for embedding and output layer; `teacher`: whether
+another model teaches. OUT is given the gradients of each step, the weights at the end, and a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from transformers import LlamaForCausalLM
 from posttrain.config.starpo import StarPORun
 from posttrain.runtime import parallel, sharding
 from posttrain.runtime.sharding import whole_state, whole_weights
-from posttrain.starpo import run_state
+from posttrain.starpo import run, run_state
 from posttrain.starpo.distillation import Answered, Distillation
 from posttrain.starpo.learner import Learner
-from posttrain.starpo.run import make_learner
 
 sys.path.append(str(Path(__file__).parent / "starpo"))
 import test_learner
+import test_teacher
 
 STEPS = 5
 
@@ -38,6 +38,8 @@ def main(out: Path, asked: dict[str, Any]) -> None:
     section["trainer"] |= {"learning_rate": 1e-3, "max_grad_norm": 1.0, "bf16": False} | asked.get("trainer", {})
     if asked.get("distillation"):
         section["distillation"] = {"sources": [{"kind": "capybara", "path": "embedded"}], "batch_size": 5}
+    if asked.get("teacher"):
+        section["distillation"] = {"teacher": "unused", "teacher_coef": 0.5}
     cfg = StarPORun.model_validate(section)
     model = test_learner.policy()
     if asked.get("tied"):
@@ -46,12 +48,13 @@ def main(out: Path, asked: dict[str, Any]) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
     groups = test_learner.played(model, asked["groups"], asked["members"])
-    learner = make_learner(cfg, model, None)  # type: ignore[arg-type]
+    run.load_teacher = lambda cfg: test_teacher.teacher().float() if cfg.teacher else None  # type: ignore[assignment]
+    learner = run.make_learner(cfg, model, None)  # type: ignore[arg-type]
     for group in learner.optimizer.param_groups:
         group["eps"] = 1e-4  # or Adam makes steps of what is rounding, where a gradient is next to nothing
     gradients = kept_gradients(learner)
     distillation = None
-    if cfg.distillation is not None:
+    if cfg.remembers:
         rows = [Answered([1, 2, 3], list(range(4, 5 + n % 7)), n >= 8) for n in range(11)]
         distillation = Distillation(learner, rows)
     figures = []

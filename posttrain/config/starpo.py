@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from posttrain.config.algorithm import AlgorithmSection, presets
+from posttrain.config.algorithm import AlgorithmSection, FilterSection, presets
 from posttrain.config.data import Source, kinds_filled_in
 from posttrain.config.shared import (
     CONTEXT,
@@ -17,6 +17,7 @@ from posttrain.config.shared import (
     Context,
     EnvSection,
     Field,
+    ModelSection,
     ProtocolSection,
     Section,
     Temperature,
@@ -132,18 +133,48 @@ class RolloutSection(Section):
 
 
 class DistillationSection(Section):
-    """Generalized knowledge distillation (Agarwal et al., arXiv 2306.13649) with lmbda 0 and beta 0: the teacher is the
-    model that phase 3 starts from, rows are its own answers, and the divergence is KL(teacher || policy)."""
+    """Generalized knowledge distillation (Agarwal et al., arXiv 2306.13649), twice. With `sources` lmbda 0 and beta
+    0: the teacher is the model that phase 3 starts from, rows are its own answers, and the divergence is KL(teacher ||
+    policy). With `teacher` lmbda 1 and beta 1: the teacher is that model, rows are the policy's episodes, and the
+    divergence is KL(policy || teacher)."""
 
     sources: Annotated[list[Source], kinds_filled_in("prompts")] = Field(
-        "where the prompts come from, as in phases 1 and 2, `rows` of each; answers that stand there are not read",
-        min_length=1,
+        "where the prompts come from, as in phases 1 and 2, `rows` of each; answers that stand there are not read;"
+        " left out where there is a `teacher` alone",
+        [],
     )
     decontaminate: bool = Field("as `data.decontaminate` of phases 1 and 2, for the prompts", True)
     coef: float = Field("weight of the KL in the loss; 0 only measures it", 1.0, ge=0)
     batch_size: int = Field("rows that are read in an optimizer step, over all processes", 32, ge=1)
     max_new_tokens: int = Field("longest answer", 256, ge=1)
     eval_rows: int = Field("rows held out, on which the KL is measured at each evaluation", 128, ge=1)
+    teacher: str | None = Field(
+        "a model with the same tokenizer, by folder or Hub name, which the policy follows on the tokens that it samples"
+        " in the rollouts (on-policy distillation, arXiv 2306.13649)",
+        None,
+        min_length=1,
+    )
+    teacher_coef: float = Field(
+        "weight of KL(policy || teacher) in the loss (arXiv 2306.13649, beta 1); 0 only measures it", 1.0, ge=0
+    )
+    reward: bool = Field(
+        "false: the teacher instead of the reward (arXiv 2306.13649): advantages are 0, and every group is trained on,"
+        " whatever its rewards",
+        True,
+    )
+
+    @model_validator(mode="after")
+    def _has_a_teacher(self) -> DistillationSection:
+        if self.teacher is None and not self.sources:
+            raise wrong(
+                "nothing is distilled: write `sources` (prompts, which keep the policy near the model that it starts"
+                " from), `teacher` (another model), or `distillation: null`"
+            )
+        if not self.reward and not (self.teacher and self.teacher_coef):
+            raise wrong(
+                "`reward: false` leaves the learning to a teacher: write `teacher: NAME`, and a `teacher_coef` above 0"
+            )
+        return self
 
 
 class StarPOTrainerSection(Section):
@@ -233,7 +264,8 @@ class StarPORun(TrainingRun):
     algorithm: AlgorithmSection = Field("how episodes become an update", AlgorithmSection())
     distillation: DistillationSection | None = Field(
         "what keeps the policy from forgetting: the KL to the model it starts from, on that model's answers to old"
-        " prompts (generalized knowledge distillation, arXiv 2306.13649); null leaves it out",
+        " prompts (generalized knowledge distillation, arXiv 2306.13649); and another model that teaches; null leaves"
+        " both out",
         None,
     )
     trainer: StarPOTrainerSection = Field("the optimizer, under TRL's names", StarPOTrainerSection())
@@ -256,9 +288,36 @@ class StarPORun(TrainingRun):
         return self
 
     @model_validator(mode="after")
+    def _all_groups_teach(self) -> StarPORun:
+        """Keep every group where a teacher replaces the reward."""
+        if self.rewarded:
+            return self
+        algorithm = self.algorithm
+        written = [key for key in FilterSection.model_fields if algorithm.written(f"filter.{key}")]
+        if written and algorithm.filter.strategy != "none":
+            raise wrong(
+                f"`algorithm.filter` ({', '.join(written)}) chooses groups by what their rewards can teach, and with"
+                " `distillation.reward: false` every group teaches: write `algorithm.filter: {strategy: none}`, or"
+                " leave it out"
+            )
+        if self.rollout.refill:
+            raise wrong(
+                "`rollout.refill` plays until groups have different rewards, and with `distillation.reward: false`"
+                " every group teaches: leave it out"
+            )
+        if algorithm.critical:
+            raise wrong(
+                f"`algorithm.advantage: {algorithm.advantage}` trains a critic on rewards, which `distillation.reward:"
+                " false` does not read: leave `advantage` out"
+            )
+        every_group = algorithm.model_copy(update={"filter": FilterSection(keep_zero=True)})
+        object.__setattr__(self, "algorithm", every_group)
+        return self
+
+    @model_validator(mode="after")
     def _no_contradiction(self) -> StarPORun:
         algorithm, chosen, samples = self.algorithm, self.algorithm.filter, self.rollout.num_generations
-        if samples == 1:
+        if samples == 1 and self.rewarded:
             if algorithm.compares_groups:
                 raise wrong(
                     f"`algorithm.advantage: {algorithm.advantage}` compares the episodes of a group, and"
@@ -304,12 +363,31 @@ class StarPORun(TrainingRun):
                 "`rollout.max_staleness` above 0 learns from episodes of older weights: weight their tokens, with"
                 " `algorithm.importance_sampling_clip_max: 2`"
             )
-        if self.distillation and self.distillation.max_new_tokens + 8 > self.rollout.max_context:
+        if self.distillation and self.remembers and self.distillation.max_new_tokens + 8 > self.rollout.max_context:
             raise wrong(
                 f"`distillation.max_new_tokens` ({self.distillation.max_new_tokens}) leaves no prompt any room in"
                 f" `rollout.max_context` ({self.rollout.max_context}), which holds both: lower it"
             )
         return self
+
+    @property
+    def remembers(self) -> bool:
+        """Return whether the model that the run starts from is distilled, on its answers to old prompts."""
+        return self.distillation is not None and bool(self.distillation.sources)
+
+    @property
+    def rewarded(self) -> bool:
+        """Return whether the policy learns from rewards; otherwise from a teacher alone."""
+        return self.distillation is None or self.distillation.reward
+
+    @property
+    def teacher(self) -> ModelSection | None:
+        """Return the model of `distillation.teacher`, in the precision of the computation; None without one."""
+        if self.distillation is None or self.distillation.teacher is None:
+            return None
+        dtype = "bfloat16" if self.trainer.bf16 else "float32" if self.model.dtype == "auto" else self.model.dtype
+        attention = self.model.attn_implementation
+        return ModelSection(name_or_path=self.distillation.teacher, dtype=dtype, attn_implementation=attention)
 
     @property
     def can_share_prefixes(self) -> bool:

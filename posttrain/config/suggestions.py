@@ -57,6 +57,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "env_groups": ("rollout.groups",),
     **dict.fromkeys(("algo", "advantage_estimator"), ("algorithm.advantage",)),
     **dict.fromkeys(("kl_coef", "kl_beta"), ("algorithm.beta", "trainer.beta")),
+    **dict.fromkeys(("teacher", "teacher_model", "teacher_model_name_or_path"), ("distillation.teacher",)),
     **dict.fromkeys(("wandb", "use_wandb"), ("report_to=wandb",)),
     **dict.fromkeys(("name", "exp_name", "experiment_name"), ("run_name",)),
     **dict.fromkeys(("gpu", "cuda", "use_gpu"), ("device=cuda",)),

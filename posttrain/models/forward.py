@@ -1,7 +1,8 @@
 """What does a model say about tokens?  Log-probs and entropies of those that are trained, from one pass through it.
 
 backbone_states, trained_states  the states that the output layer multiplies where a trained token is predicted
-head_logprobs, kl_backward       the output layer, applied to these states alone, a few columns at a time
+head_logprobs                    the output layer, applied to these states alone, a few columns at a time
+kl_backward, reverse_kl          the distance of its distributions from those of another model, a few tokens at a time
 Prefixes                         rows with the same prefix, which is prefilled once and continued by every row
 
 Shapes: B rows, T tokens of the longest row, S trained tokens of all rows one after another, C of them at a time,
@@ -10,7 +11,7 @@ D states, V vocabulary; G prefixes of at most P tokens, Q tokens of a row behind
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -190,27 +191,101 @@ def kl_backward(
     Returns:
         The sum in nats.
     """
+    total = 0.0
+
+    def forward_kl(log_p_CV: torch.Tensor, log_q_CV: torch.Tensor, _: slice) -> torch.Tensor | None:
+        nonlocal total
+        kl = torch.nn.functional.kl_div(log_p_CV, log_q_CV, reduction="sum", log_target=True)
+        total += kl.item()
+        return None if weight is None else weight * kl
+
+    gradient_SD = _gradient(model, hidden_SD, teacher, teacher_SD, forward_kl, weight is not None, without_adapter)
+    if gradient_SD is not None:
+        with torch.autocast(hidden_SD.device.type, enabled=False):
+            hidden_SD.backward(gradient_SD)
+    return total
+
+
+def reverse_kl(
+    model: PreTrainedModel,
+    hidden_SD: torch.Tensor,
+    teacher: PreTrainedModel,
+    teacher_SD: torch.Tensor,
+    weights_S: torch.Tensor | None,
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return KL(model || teacher) over the vocabulary at each position, and a scalar with the gradient of their sum.
+
+    As `kl_backward` it computes for a few tokens at a time, and adds the output layer's gradient at once. The gradient
+    of the hidden states comes with the scalar's backward pass, which a caller can join with that of another loss. Where
+    one of the models has more logits, for tokens that do not exist, the first ones are compared alone.
+
+    Args:
+        hidden_SD: the model's hidden states before the output layer.
+        teacher_SD: the teacher's hidden states at the same positions.
+        weights_S: factor of each position's KL in the sum; None for no gradient.
+        temperature: divides the logits of both.
+
+    Returns:
+        The KL in nats, (S,), without gradient; and the scalar, whose value says nothing.
+    """
+    kl_S = hidden_SD.new_zeros(len(hidden_SD), dtype=torch.promote_types(hidden_SD.dtype, torch.float32))
+
+    def of_tile(log_p_CV: torch.Tensor, log_q_CV: torch.Tensor, place: slice) -> torch.Tensor | None:
+        kl_C = torch.nn.functional.kl_div(log_q_CV, log_p_CV, reduction="none", log_target=True).sum(-1)
+        kl_S[place] = kl_C.detach()
+        return None if weights_S is None else (weights_S[place].to(kl_C) * kl_C).sum()
+
+    learns = weights_S is not None
+    gradient_SD = _gradient(model, hidden_SD, teacher, teacher_SD, of_tile, learns, temperature=temperature)
+    if gradient_SD is None:
+        return kl_S, hidden_SD.new_zeros(())
+    return kl_S, (hidden_SD * gradient_SD).sum()
+
+
+def _gradient(
+    model: PreTrainedModel,
+    hidden_SD: torch.Tensor,
+    teacher: PreTrainedModel,
+    teacher_SD: torch.Tensor,
+    loss: Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor | None],
+    learns: bool,
+    without_adapter: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it holds nothing)
+    temperature: float = 1.0,
+) -> torch.Tensor | None:
+    """Return the gradient of a loss of two distributions at the hidden states, (S, D); None unless the model learns.
+
+    The output layer is given its gradient at once: logits exist for a few tokens at a time.
+
+    Args:
+        loss: of log-probs of the model and of the teacher, both (C, V), and the place of these tokens.
+    """
     layer: Any = model.get_output_embeddings()
     tokens = max(1, KL_TILE.get(hidden_SD.device.type, KL_TILE["cuda"]) // len(layer.weight))
-    leaf_SD = hidden_SD.detach().requires_grad_(weight is not None)
     with without_adapter, torch.no_grad():  # where rows of the layer are trained, its weights are computed on access
         of_teacher: Any = teacher.get_output_embeddings()
         frozen = _OutputLayer(of_teacher.weight, of_teacher.bias)
-    total = 0.0
-    for state_CD, state_of_teacher_CD in zip(leaf_SD.split(tokens), teacher_SD.split(tokens), strict=True):
+    columns = min(len(layer.weight), len(frozen.weight))
+
+    def log_probs(net: PreTrainedModel, its_layer: Any, states_CD: torch.Tensor) -> torch.Tensor:
+        logits_CV = _logits(net, its_layer, states_CD)
+        logits_CV = logits_CV if len(its_layer.weight) == columns else logits_CV[:, :columns]
+        return (logits_CV if temperature == 1.0 else logits_CV / temperature).log_softmax(-1)
+
+    gradient_SD = torch.zeros_like(hidden_SD) if learns else None
+    for start in range(0, len(hidden_SD), tokens):
+        place = slice(start, start + tokens)
+        states_CD = hidden_SD[place].detach().requires_grad_(learns)
         with torch.no_grad():
-            log_q_CV = _logits(teacher, frozen, state_of_teacher_CD).log_softmax(-1)
-        with torch.set_grad_enabled(weight is not None):
-            log_p_CV = _logits(model, layer, state_CD).log_softmax(-1)
-            kl = torch.nn.functional.kl_div(log_p_CV, log_q_CV, reduction="sum", log_target=True)
-        total += kl.item()
-        if weight is not None:
+            log_q_CV = log_probs(teacher, frozen, teacher_SD[place])
+        with torch.set_grad_enabled(learns):
+            weighted = loss(log_probs(model, layer, states_CD), log_q_CV, place)
+        if gradient_SD is not None and weighted is not None:
             with torch.autocast(hidden_SD.device.type, enabled=False):  # which is for forward passes
-                (weight * kl).backward()
-    if leaf_SD.grad is not None:
-        with torch.autocast(hidden_SD.device.type, enabled=False):
-            hidden_SD.backward(leaf_SD.grad)
-    return total
+                weighted.backward()
+            assert states_CD.grad is not None
+            gradient_SD[place] = states_CD.grad
+    return gradient_SD
 
 
 class _OutputLayer(NamedTuple):

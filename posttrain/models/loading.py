@@ -112,6 +112,25 @@ def _check_ids(name: str, tokenizer: Any, config: Any) -> None:
         )
 
 
+def other_tokens(own: Chat, other: Chat) -> str:
+    """Return in words how the tokens of another model's chat differ from one's own; "" where both read the same ids."""
+    ours, theirs = own.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    if apart := sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[::-1]):
+        token = apart[0][0]
+        return (
+            f"{len(theirs):,} tokens instead of {len(ours):,}, and {token!r:.60} is number"
+            f" {theirs.get(token, 'none')} instead of {ours.get(token, 'none')}"
+        )
+    if other.added_tokens:
+        return f"its last {other.added_tokens} tokens were added for the chat template, and it was not trained on them"
+    if apart := sorted(own.control_ids ^ other.control_ids):
+        return f"{own.tokenizer.convert_ids_to_tokens(apart[0])!r:.60} is a control token for one of them alone"
+    if own.stop_id != other.stop_id:
+        ends = [str(chat.tokenizer.convert_ids_to_tokens(chat.stop_id)) for chat in (other, own)]
+        return f"a turn ends with {ends[0]!r:.60} instead of {ends[1]!r:.60}"
+    return ""
+
+
 def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) -> LoraConfig | None:
     """Return peft's settings for tuning=lora or qlora; None for full fine-tuning.
 

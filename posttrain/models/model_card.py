@@ -84,12 +84,20 @@ def phase_record(
         "base": f"{base} at {revision}" if revision else base,
         "step": step,
         "commit": commit(),
-        "settings": {key: value for key in SETTINGS if (value := _at(config, key)) is not None},
+        "settings": {key: value for key in SETTINGS if (value := _at(config, key)) is not None} | _taught(config),
         "published": _published(base),
         "data": [source | {"published": _published(source["path"])} for source in data],
         "results": [asdict(result) for result in results],
         "licence": None if history(base) else _licence(base, revision),  # of the model that phase 1 began with
     }
+
+
+def _taught(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run with another model as its teacher; {} for any other run."""
+    if (teacher := _at(config, "distillation.teacher")) is None:
+        return {}
+    keys = ("distillation.teacher_coef", "distillation.reward")
+    return {"distillation.teacher": public_name(teacher)} | {key: _at(config, key) for key in keys}
 
 
 def _published(name: str) -> bool:

@@ -30,8 +30,11 @@ _PARTS = re.compile(r"(n|num)_\w*(layer|block|expert|head|stage)s?|\w*_(layers|b
 _SIZE = re.compile(r"num_.*|n_(layer|head|embd|inner)|.*_(size|dim|heads|layers)")  # keys of a config.json
 
 
-def check_source(model: ModelSection) -> None:
-    """Check that a local folder is a checkpoint, or a Hub name looks like one; without a request to the Hub."""
+def check_source(model: ModelSection, key: str = "model.name_or_path") -> None:
+    """Check that a local folder is a checkpoint, or a Hub name looks like one; without a request to the Hub.
+
+    key: which names it.
+    """
     if model.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
         raise UserError(
             f"model.trust_remote_code=true runs code that {model.name_or_path} brings along, so it has to be pinned: "
@@ -39,7 +42,7 @@ def check_source(model: ModelSection) -> None:
         )
     name, folder = model.name_or_path, Path(model.name_or_path)
     if os.path.isfile(name):
-        words = f"model.name_or_path={name} is a file. Name the folder that holds config.json and the weights."
+        words = f"{key}={name} is a file. Name the folder that holds config.json and the weights."
         if folder.suffix.lower() == ".gguf":
             words += f" `posttrain gguf {shlex.quote(name)} FOLDER` makes such a folder of it."
         raise UserError(words)
@@ -47,24 +50,26 @@ def check_source(model: ModelSection) -> None:
         _must_be_no_adapter(model)
         if not os.path.isfile(folder / "config.json"):
             if os.path.isfile(folder / "final" / "config.json"):
-                raise UserError(f"model.name_or_path={name} is a run's folder. Name its result: {folder / 'final'}.")
+                raise UserError(f"{key}={name} is a run's folder. Name its result: {folder / 'final'}.")
             raise UserError(
-                f"model.name_or_path={name} is not a checkpoint: it has no config.json. A phase saves the folder "
+                f"{key}={name} is not a checkpoint: it has no config.json. A phase saves the folder "
                 "`final` inside its output_dir when it ends (finish it with --resume)."
             )
         for file in (folder / "config.json", *checkpoint.weight_files(folder)):
-            files.must_be_readable(file, f"model.name_or_path={name}")
+            files.must_be_readable(file, f"{key}={name}")
         checkpoint.verify_if_sealed(folder, weights=False)
         return
     if not HUB_NAME.fullmatch(name) or folder.parts[-1] == "final" or os.path.isdir(folder.parent):
         raise UserError(
-            f"model.name_or_path={name} does not exist. "
+            f"{key}={name} does not exist. "
             + (
                 f"`python -m posttrain.data.embedded --out {name}` makes it, the quickstart's base model. Or name"
                 if folder.parts[-2:] == ("quickstart", "base")
                 else "It would be the folder of the previous phase's result: run that phase first, or name"
+                if key == "model.name_or_path"
+                else "Name"
             )
-            + " another checkpoint folder or a Hub model (model.name_or_path=...)."
+            + f" another checkpoint folder or a Hub model ({key}=...)."
         )
 
 

@@ -55,13 +55,21 @@ def always(shape: Shape, cfg: StarPORun, shards: int = 1) -> Parts:
     critic = sum(count * each for count, each in counts[1:])
     if cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate" and not shape.tied:
         critic += shape.vocabulary * shape.states * FLOAT  # the output layer is copied as well
-    copied = cfg.algorithm.beta > 0 or cfg.distillation is not None  # one copy is both reference and teacher
+    copied = cfg.algorithm.beta > 0 or cfg.remembers  # one copy is both
+    teacher = shape.teacher.parameters * of_teacher(cfg, shards).stored if shape.teacher else 0
     return {
         "weights": parts.weights(shape, numbers),
         "reference model": numbers.mine(shape.parameters * numbers.stored) if copied and numbers.full else 0,
+        "teacher": numbers.mine(teacher),
         "critic": numbers.mine(critic),
         "optimizer": parts.moments(counts, numbers),
     }
+
+
+def of_teacher(cfg: StarPORun, shards: int = 1) -> Numbers:
+    """Return the precision of a teacher, which is frozen; sharded weights have that of the policy's."""
+    numbers = Numbers.of(cfg, shards)
+    return numbers._replace(stored=numbers.computed if shards == 1 else numbers.stored, tuning="lora", recomputed=False)
 
 
 def playing(shape: Shape, cfg: StarPORun, slots: int, shards: int = 1) -> Parts:
@@ -84,15 +92,16 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
     numbers = Numbers.of(cfg, shards)
     token = OfAToken.of(shape, numbers)
     tile = output_tiles(shape, cfg, tokens, cuda)
-    if cfg.distillation is not None:  # logits and log-probs of both models, and their gradients
+    if cfg.distillation is not None:  # logits and log-probs of two models, and their gradients
         tile = max(tile, 6 * FLOAT * min(KL_TILE["cuda" if cuda else "cpu"], tokens * shape.vocabulary))
+    reading = tokens * OfAToken.of(shape.teacher, of_teacher(cfg, shards)).at_work if shape.teacher else 0
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if numbers.full else 0
     # the prefixes of a minibatch are kept until all its micro-batches are done; at most as many tokens
     return {
         "gradients": numbers.mine(sum(count * each for count, each in trained_counts(shape, cfg))),
         "activations": token.activations(tokens),
         "shared prefixes": tokens * (token.before + token.kept) if cfg.can_share_prefixes else 0,
-        "the layer at work": max(tokens * token.at_work, tile) + in_flight,
+        "the layer at work": max(tokens * token.at_work, tile, reading) + in_flight,
         "gathered weights": parts.gathered_weights(shape, numbers),
         "bfloat16 weights": parts.copies(shape, numbers, learns=True),
     }
@@ -266,8 +275,8 @@ def does_not_fit(
     full = cfg.model.tuning == "full"
     remedies = {
         "algorithm.critic.kind=shared": cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate",
-        "algorithm.beta=0 (no reference model)": full and cfg.algorithm.beta > 0 and cfg.distillation is None,
-        "distillation=null (no teacher)": full and cfg.algorithm.beta == 0 and cfg.distillation is not None,
+        "algorithm.beta=0 (no reference model)": full and cfg.algorithm.beta > 0 and not cfg.remembers,
+        "distillation=null (no teacher)": cfg.teacher or (full and cfg.algorithm.beta == 0 and cfg.remembers),
         "trainer.gradient_checkpointing=true": not cfg.trainer.gradient_checkpointing,
         "trainer.optim=adamw_8bit": full and cfg.trainer.optim == "adamw_torch" and not sharded,
         "model.tuning=lora": full,
@@ -290,4 +299,6 @@ def make_plan(cfg: StarPORun, device: torch.device) -> Plan:
     """
     vllm_share = cfg.rollout.vllm_gpu_memory_utilization if cfg.rollout.engine == "vllm" else 0.0
     shape = Shape.of(model_files.load_config(cfg.model), cfg.model)
+    if cfg.teacher:
+        shape = shape._replace(teacher=Shape.of(model_files.load_config(cfg.teacher), cfg.teacher))
     return choose(shape, cfg, Place.here(device, vllm_share))

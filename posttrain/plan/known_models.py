@@ -54,10 +54,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {  # name -> model type and s
 PUBLISHED["runs/smollm2/base"] = PUBLISHED["HuggingFaceTB/SmolLM2-135M-Instruct"]  # `make smollm2` unpacks it there
 
 
-def config_of(model: ModelSection, beside: Path) -> PreTrainedConfig:
+def config_of(model: ModelSection, beside: Path, key: str = "model.name_or_path") -> PreTrainedConfig:
     """Return the config of the model that a run trains, without weights.
 
-    beside: the config file of the run, in whose folder those of the other phases are.
+    beside: the config file of the run, in whose folder those of the other phases are. key: which names the model.
 
     Raises:
         UserError: it is not known which model it will be.
@@ -77,9 +77,9 @@ def config_of(model: ModelSection, beside: Path) -> PreTrainedConfig:
         model_files.check_source(section)
         return model_files.load_config(section)
     raise UserError(
-        f"--plan: model.name_or_path={model.name_or_path} does not exist yet, and no config file says which model will"
+        f"--plan: {key}={model.name_or_path} does not exist yet, and no config file says which model will"
         " be saved there. Name the model that the run will start from, e.g."
-        " model.name_or_path=Qwen/Qwen2.5-0.5B-Instruct: the plan depends on its sizes alone."
+        f" {key}=Qwen/Qwen2.5-0.5B-Instruct: the plan depends on its sizes alone."
     )
 
 

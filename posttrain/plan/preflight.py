@@ -56,10 +56,14 @@ def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_
     for path in data_paths:
         passes(lambda path=path: _check_data_path(path))
     present = [model for model in sections if passes(lambda model=model: model_files.check_source(model))]
-    if passes(lambda: check_hub(present, [*data_paths, *data_sets])):
+    named: list[ModelSection] = [cfg.teacher] if getattr(cfg, "teacher", None) else []
+    teachers = [one for one in named if passes(lambda one=one: model_files.check_source(one, "distillation.teacher"))]
+    if passes(lambda: check_hub([*present, *teachers], [*data_paths, *data_sets])):
         for model in present:
             if passes(lambda model=model: models.load_chat(model, cfg.chat.template)):
                 passes(lambda model=model: check_positions(cfg, model))
+                for each in teachers:
+                    passes(lambda model=model, each=each: _check_teacher(cfg, model, each))
         if hasattr(cfg, "trainer"):
             passes(lambda: _check_kernels(cfg))
             passes(
@@ -195,6 +199,18 @@ def check_positions(cfg: Any, model: ModelSection) -> None:
             f"{longest[0]}={longest[1]}, but {model.name_or_path} has an embedding for each of {limit} positions and"
             f" cannot read more tokens than that: write {longest[0]}={limit} or less."
         )
+
+
+def _check_teacher(cfg: Any, model: ModelSection, teacher: ModelSection) -> None:
+    """Raise UserError for a teacher whose tokens are not the model's: it could not read what was sampled."""
+    own, other = (models.load_chat(each, cfg.chat.template) for each in (model, teacher))
+    if problem := models.other_tokens(own, other):
+        raise UserError(
+            f"distillation.teacher={teacher.name_or_path} has another tokenizer than {model.name_or_path}: {problem}. A"
+            " teacher is asked about the very tokens that the model samples: choose one of the same family, or teach by"
+            " its answers instead (rows of `kind: messages` for phase 1)."
+        )
+    check_positions(cfg, teacher)
 
 
 def check_hub(sections: list[ModelSection], data_paths: list[str]) -> None:

@@ -25,7 +25,15 @@ from posttrain.types import UserError
 
 HELD = 2**29  # bytes that a process holds before it loads a model: the CUDA context, or Python and its libraries
 COLUMNS = {  # of the table, and their parts
-    "model": ("weights", "reference model", "critic", "fused weights", "gathered weights", "bfloat16 weights"),
+    "model": (
+        "weights",
+        "reference model",
+        "teacher",
+        "critic",
+        "fused weights",
+        "gathered weights",
+        "bfloat16 weights",
+    ),
     "optimizer": ("optimizer", "square roots"),
     "gradients": ("gradients", "buckets of DDP"),
     "activations": ("activations", "shared prefixes", "the layer at work", "states"),
@@ -69,6 +77,9 @@ def print_plan(cfg: Any, option: str, file: str) -> None:
     _check_facts(option, fleets[0].known, cfg)
     of_model = known_models.config_of(cfg.model, Path(file))
     shape = Shape.of(of_model, cfg.model)
+    if isinstance(cfg, StarPORun) and cfg.teacher:
+        taught_by = known_models.config_of(cfg.teacher, Path(file), "distillation.teacher")
+        shape = shape._replace(teacher=Shape.of(taught_by, cfg.teacher))
     planned = [plan(shape, cfg, fleet) for fleet in fleets]
     print(f"{_head(shape, cfg, fleets[0])}\n\n{table(planned, cfg)}\n")
     print(_assumptions(cfg, fleets))
@@ -228,6 +239,8 @@ def _short(value: float) -> str:
 def _head(shape: Shape, cfg: Any, fleet: Fleet) -> str:
     what = f"{cfg.model.name_or_path}: {shape.parameters / 1e6:,.1f} M parameters, tuning {cfg.model.tuning}"
     what += f" ({shape.adapter / 1e6:,.1f} M in the adapter)" if shape.adapter else ""
+    if shape.teacher:
+        what += f", taught by {cfg.distillation.teacher} ({shape.teacher.parameters / 1e6:,.1f} M)"
     if isinstance(cfg, StarPORun):
         work = Episodes.of(cfg, fleet.known)
         length = (
@@ -260,7 +273,7 @@ def _assumptions(cfg: Any, fleets: Sequence[Fleet]) -> str:
         )
     also = "evaluations"
     also += ", the reference's log-probs" if isinstance(cfg, DPORun) else ""
-    also += ", the answers to distil" if isinstance(cfg, StarPORun) and cfg.distillation is not None else ""
+    also += ", the answers to distil" if isinstance(cfg, StarPORun) and cfg.remembers else ""
     prices = f"{devices.PRICED}. " if any(fleet.price is not None for fleet in fleets) else ""
     device = fleets[0].device
     limits = f"{device.bandwidth:.1f} GB/s, {device.peak:.3f} TFLOP/s in bfloat16, {device.single:.3f} in float32"

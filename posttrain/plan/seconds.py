@@ -203,7 +203,7 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     # with max_staleness the rollout of the next step runs during the update
     run = steps * (moving + (max if cfg.rollout.max_staleness else sum)((playing, learning))) + evaluations * evaluation
     run += plays(math.ceil(cfg.evaluation.final_episodes / players) * len(cfg.envs), 1)
-    if cfg.distillation is not None:  # the first model's answers, before the first step
+    if cfg.distillation is not None and cfg.remembers:  # the first model's answers, before the first step
         answers = sum(source.rows or 10_000 for source in cfg.distillation.sources) / players
         run += _answer_seconds(cost, answers, GUESSED_PROMPT, cfg.distillation.max_new_tokens, plan.slots, compiled)
     return Seconds({"rollout": moving + playing, "update": learning}, run)
@@ -255,11 +255,14 @@ def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) 
         trained *= 2
     steps = epochs * algorithm.minibatches
     seconds += steps * cost.steps(trained, pieces / algorithm.minibatches)
-    if cfg.distillation is not None and cfg.distillation.coef:
+    if cost.shape.teacher is not None:  # it reads what the policy learns from, and the output layer compares both
+        teacher = Cost(cost.shape.teacher, cost.numbers, cost.fleet)
+        seconds += epochs * (teacher.reads(tokens, sampled, behind, pieces) + cost.learns(0, sampled, 0, 0))
+    if cfg.distillation is not None and cfg.remembers and cfg.distillation.coef:
         rows, new = cfg.distillation.batch_size / count, cfg.distillation.max_new_tokens
         read = rows * (GUESSED_PROMPT + new)
-        policy, teacher = (each(read, rows * new, new / 2) for each in (cost.learns, cost.reads))
-        seconds += steps * (policy + teacher)
+        learned, reference = (each(read, rows * new, new / 2) for each in (cost.learns, cost.reads))
+        seconds += steps * (learned + reference)
     return seconds
 
 

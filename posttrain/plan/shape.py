@@ -37,6 +37,7 @@ class Shape(NamedTuple):
     states: int  # width of the input of the output layer
     tied: bool  # whether the output layer is the embedding
     fused: int = 0  # numbers of the blocks that a rollout keeps a second time (fused.py in posttrain/models)
+    teacher: Shape | None = None  # of the model of `distillation.teacher`
 
     @classmethod
     def of(cls, config: Any, model: ModelSection) -> Shape:

@@ -17,7 +17,16 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.config import StarPORun
-from posttrain.models import Chat, Prefixes, head_logprobs, microbatches, prefix_of, trained_states, worth_sharing
+from posttrain.models import (
+    Chat,
+    Prefixes,
+    head_logprobs,
+    microbatches,
+    prefix_of,
+    reverse_kl,
+    trained_states,
+    worth_sharing,
+)
 from posttrain.plan import can_be_deterministic, can_share_prefixes, head_agrees
 from posttrain.rollout import Sampler, sampler_of
 from posttrain.runtime import parallel, sharding
@@ -33,8 +42,9 @@ VALUE_COEF = 0.5  # c1 of PPO (arXiv 1707.06347, eq. 9), which weighs the value 
 class Forward(NamedTuple):
     """A micro-batch after its forward pass: log-probs and entropies of its S sampled tokens, with gradient.
 
-    index_S: where these tokens stand in the batch. states_SD: what the output layer multiplied, for a shared critic.
-    weight: what the micro-batch counts, 1 (`Placement.weight`).
+    index_S: where these tokens stand in the batch. states_SD: what the output layer multiplied, for a shared critic and
+    beside teacher_SD, the teacher's, None without a teacher. weight: what the micro-batch counts, 1
+    (`Placement.weight`).
     """
 
     rows: list[BatchRow]
@@ -42,6 +52,7 @@ class Forward(NamedTuple):
     logprobs_S: torch.Tensor
     entropy_S: torch.Tensor
     states_SD: torch.Tensor
+    teacher_SD: torch.Tensor | None = None
     weight: float = 1.0
 
     def take(self, values_S: torch.Tensor) -> torch.Tensor:
@@ -55,6 +66,16 @@ class Models(NamedTuple):
     model: Any  # `policy`, or peft's wrapper around it, which has no types
     policy: PreTrainedModel
     critic: Critic | None
+
+
+class Taught(NamedTuple):
+    """What a teacher says of a micro-batch: KL(policy || teacher) of its tokens, (S,), and a scalar for the loss.
+
+    The scalar has the gradient of the weighted KL, and its value says nothing.
+    """
+
+    kl_S: torch.Tensor
+    loss: torch.Tensor
 
 
 class ValueLoss(NamedTuple):
@@ -72,15 +93,22 @@ class Learner:
 
     model: a transformers model, or peft's wrapper around one; policy: the same without peft's wrapper. critic: None
     where advantages need none. reference: a frozen copy of the model that the run began with; None where nobody needs
-    it or the adapter is switched off instead. These compute and are trained; inside `whole` and `sampling` there
-    are those to play with and to save. exact: whether the sampler's log-probs are the learner's, to the bit.
-    trainable: the parameters of the policy and those of the critic alone, as places POLICY and CRITIC.
+    it or the adapter is switched off instead. teacher: the model of `distillation.teacher`. These compute and are
+    trained; inside `whole` and `sampling` there are those to play with and to save. exact: whether the sampler's
+    log-probs are the learner's, to the bit. trainable: the parameters of the policy and those of the critic alone, as
+    places POLICY and CRITIC.
 
     Raises:
         UserError: the model does more to its logits than `head_logprobs` knows, or its output layer has an adapter.
     """
 
-    def __init__(self, cfg: StarPORun, model: Any, reference: PreTrainedModel | None = None) -> None:
+    def __init__(
+        self,
+        cfg: StarPORun,
+        model: Any,
+        reference: PreTrainedModel | None = None,
+        teacher: PreTrainedModel | None = None,
+    ) -> None:
         self.cfg, self.adapted = cfg, hasattr(model, "get_base_model")
         critic = Critic(cfg.algorithm.critic.kind, model) if cfg.algorithm.critical else None
         policy = self._base(model)  # an adapter's layers sit inside it
@@ -103,10 +131,12 @@ class Learner:
         # sampler and trainer round alike in float32 alone
         our_engine = cfg.rollout.engine in ("auto", "slots", "replay")
         self.exact = our_engine and policy.dtype == torch.float32 and not cfg.trainer.bf16
-        self.placement = sharding.place({"model": model, "critic": critic, "reference": reference}, device)
+        models = {"model": model, "critic": critic, "reference": reference, "teacher": teacher}
+        self.placement = sharding.place(models, device)
         self.model = self.placement.models["model"]
         self.reference: PreTrainedModel | None = self.placement.models["reference"]
         self.critic: Critic | None = self.placement.models["critic"]
+        self.teacher: PreTrainedModel | None = self.placement.models["teacher"]
         self.policy = self._base(self.model)
         # a prefix that some processes have and others do not would be gathered for by some and not by others
         self.shares = not self.placement.lockstep and cfg.can_share_prefixes and can_share_prefixes(self.policy)
@@ -245,13 +275,49 @@ class Learner:
 
         def run() -> tuple[torch.Tensor, ...]:
             policy, temperature = self.policy, self.cfg.rollout.temperature
+            of_teacher = [] if self.teacher is None else [self._teacher_states(self.teacher, rows)]
             states_SD, tokens_S = prefixes.states([row.ids for row in rows], [row.mask for row in rows])
-            return *head_logprobs(policy, states_SD, tokens_S, temperature), states_SD
+            return *head_logprobs(policy, states_SD, tokens_S, temperature), states_SD, *of_teacher
 
         with self.autocast():
-            logprobs_S, entropy_S, states_SD = self.placement.compute(run)
+            logprobs_S, entropy_S, *states = self.placement.compute(run)
+        teacher_SD = states[1] if self.teacher is not None else None
         weight = self.placement.weight(rows)
-        return Forward(rows, index_S, logprobs_S.float(), entropy_S.float(), states_SD, weight)
+        return Forward(rows, index_S, logprobs_S.float(), entropy_S.float(), states[0], teacher_SD, weight)
+
+    def _teacher_states(self, teacher: PreTrainedModel, rows: list[BatchRow]) -> torch.Tensor:
+        """Return the teacher's states where the tokens of these rows were sampled, (S, D).
+
+        It reads the prefixes of all rows, which the policy may share, and so a few rows at a time.
+        """
+        states: dict[int, torch.Tensor] = {}
+        for places in microbatches([len(row.ids) for row in rows], self._budget):
+            some = [rows[place] for place in places]
+            with torch.no_grad():
+                states_SD, _ = trained_states(teacher, [row.ids for row in some], [row.mask for row in some])
+            counts = [row.tokens.stop - row.tokens.start for row in some]
+            states |= zip(places, torch.split(states_SD, counts), strict=True)
+        return torch.cat([states[place] for place in range(len(rows))])
+
+    def towards_teacher(self, forward: Forward, weights_S: torch.Tensor, critic_alone: bool) -> Taught | None:
+        """Return a micro-batch's KL(policy || teacher), and what lowers it; None without a teacher.
+
+        The KL is over the whole vocabulary at each token that the policy sampled: generalized knowledge distillation
+        with lmbda 1 and beta 1 (arXiv 2306.13649). So its gradient at a position is exact; log teacher - log policy in
+        the advantage of the sampled token would estimate the same gradient from one sample. Neither counts what a token
+        does to the positions behind it.
+
+        Args:
+            weights_S: what the tokens count in the loss.
+            critic_alone: only measure, as with `distillation.teacher_coef: 0`.
+        """
+        if self.teacher is None or forward.teacher_SD is None or self.cfg.distillation is None:
+            return None
+        coef, temperature = self.cfg.distillation.teacher_coef, self.cfg.rollout.temperature
+        learned_S = coef * weights_S if coef and not critic_alone else None
+        states = self.policy, forward.states_SD, self.teacher, forward.teacher_SD
+        with self.autocast():
+            return Taught(*reverse_kl(*states, learned_S, temperature))
 
     def backward(
         self, loss: torch.Tensor, forward: Forward, experience: Experience, weights_S: torch.Tensor, critic_alone: bool

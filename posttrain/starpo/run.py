@@ -19,9 +19,9 @@ from envs.process_state import keep_process_state
 from posttrain import models, plan
 from posttrain.config import ChatRun, EnvSection, StarPORun, TrainingEnvSection, command
 from posttrain.models import Chat, model_card
-from posttrain.plan import check_run, without_noise
+from posttrain.plan import check_run, head_agrees, without_noise
 from posttrain.rollout import Context, Sampler, most_turns, new_episode, open_env, play
-from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runlog, trl_arguments
+from posttrain.runtime import checkpoint, hardware, launcher, parallel, run_identity, runlog, trl_arguments
 from posttrain.starpo import distillation, run_state
 from posttrain.starpo.functions import check_functions
 from posttrain.starpo.learner import Learner
@@ -87,8 +87,8 @@ def make_learner(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
     without_noise(model)  # the ratio must start at 1, and a resumed run has no random state to restore
     if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
         raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
-    reference = None  # and the teacher of `distillation`; an adapter is switched off instead
-    if (cfg.algorithm.beta > 0 or cfg.distillation) and cfg.model.tuning == "full":
+    reference = None  # and what `distillation.sources` keeps the policy near; an adapter is switched off instead
+    if (cfg.algorithm.beta > 0 or cfg.remembers) and cfg.model.tuning == "full":
         reference = copy.deepcopy(model).requires_grad_(False).eval()
     if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
         from peft import get_peft_model
@@ -101,7 +101,26 @@ def make_learner(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if cfg.model.tuning != "full":
             model.enable_input_require_grads()
-    return Learner(cfg, model, reference)
+    return Learner(cfg, model, reference, load_teacher(cfg))
+
+
+def load_teacher(cfg: StarPORun) -> Any:
+    """Return the model of `distillation.teacher`, frozen; None without one. `check_run` has compared its tokenizer."""
+    if cfg.teacher is None:
+        return None
+    section = cfg.teacher
+    if launcher.sharding() == "fsdp2":  # weights that are sharded together have one precision
+        section = section.model_copy(update={"dtype": cfg.model.dtype})
+    teacher, _ = models.load(section, device=cfg.device, chat_template=cfg.chat.template)
+    if not head_agrees(teacher):
+        raise UserError(
+            f"distillation.teacher={section.name_or_path} does more to its logits than phase 3 knows: what it says of a"
+            " token would be wrong. Choose a teacher of another architecture."
+        )
+    count, coef = sum(p.numel() for p in teacher.parameters()), cfg.distillation.teacher_coef if cfg.distillation else 0
+    alone = "" if cfg.rewarded else "; rewards are measured alone, and every group is trained on"
+    runlog.say(f"{section.name_or_path} teaches ({count / 1e6:.2f} M parameters, weight {coef:g}){alone}.")
+    return teacher.requires_grad_(False).eval()
 
 
 def environments_of_groups(

@@ -368,7 +368,7 @@ def test_every_metric_of_phase_3_is_explained():
         ("train_phase3_starpo.py", "main|validate"),
         ("posttrain/starpo/monitoring/episodes.py", "describe|describe_evaluation|costs"),
         ("posttrain/starpo/monitoring/collapse.py", "thoughts_and_prompts"),
-        ("posttrain/starpo/monitoring/updates.py", "policy|critic|row|advantage_figures"),
+        ("posttrain/starpo/monitoring/updates.py", "policy|critic|teacher|row|advantage_figures"),
         ("posttrain/starpo/monitoring/monitor.py", "react|compare_with_best"),
         ("posttrain/starpo/rollout_worker.py", "staleness"),
         ("posttrain/starpo/level_choice.py", "record_levels"),

@@ -218,6 +218,8 @@ UPDATES = {
     "recomputed layers": {"algorithm": {}, "trainer": {"gradient_checkpointing": True}},
     "distillation": {"algorithm": {}, "distillation": True},
     "lora, distillation": {"algorithm": {}, "distillation": True, "tuning": "lora"},
+    "teacher": {"algorithm": {"minibatches": 2}, "teacher": True},
+    "lora, teacher": {"algorithm": {}, "teacher": True, "tuning": "lora"},
     "uneven": {
         "algorithm": {"loss_type": "gspo", "aggregation": "sequence_mean", "epsilon": 3e-4, "epsilon_high": 4e-4},
         "groups": 5,

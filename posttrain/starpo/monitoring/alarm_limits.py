@@ -62,15 +62,15 @@ class Advice(NamedTuple):
 
 
 def _filters(cfg: StarPORun) -> bool:
-    """Return whether only groups with different rewards are trained on."""
-    return cfg.algorithm.filter.strategy != "none" and not cfg.algorithm.filter.keep_zero
+    """Return whether only groups with different rewards are trained on, where rewards teach anything."""
+    return not cfg.rewarded or (cfg.algorithm.filter.strategy != "none" and not cfg.algorithm.filter.keep_zero)
 
 
 STARPO_S = Option("preset starpo-s (`algorithm.preset`)", lambda cfg: not _filters(cfg))
 RAGEN2 = Option(
     "train on the groups whose rewards differ (preset ragen2; or `algorithm.filter.strategy: top_p`, `value: 0.9`,"
     " `keep_zero: false`)",
-    lambda cfg: cfg.algorithm.filter.strategy != "top_p" or cfg.algorithm.filter.keep_zero,
+    lambda cfg: cfg.rewarded and (cfg.algorithm.filter.strategy != "top_p" or cfg.algorithm.filter.keep_zero),
 )
 WARMER = Option("a higher `rollout.temperature`")
 FEWER_EPOCHS = Option(
@@ -85,11 +85,9 @@ LESS_ENTROPY = Option("a smaller `algorithm.entropy_coef`", lambda cfg: cfg.algo
 LESS_KL = Option("a smaller `algorithm.beta`", lambda cfg: cfg.algorithm.beta > 0)
 FLOAT32 = Option("`trainer.bf16: false`", lambda cfg: cfg.trainer.bf16 is not False)
 DISTIL = Option(
-    "`distillation`, which keeps the policy near the model that it started from", lambda cfg: not cfg.distillation
+    "`distillation`, which keeps the policy near the model that it started from", lambda cfg: not cfg.remembers
 )
-MORE_DISTILLATION = Option(
-    "a larger `distillation.coef` or `distillation.batch_size`", lambda cfg: cfg.distillation is not None
-)
+MORE_DISTILLATION = Option("a larger `distillation.coef` or `distillation.batch_size`", lambda cfg: cfg.remembers)
 
 ADVICE: dict[str, Advice] = {
     "variance_collapse": Advice(

@@ -404,3 +404,4 @@ RULES: list[Rule] = [
     _machinery,
     _empty,
 ]
+OF_REWARDS: list[Rule] = [_reward_std]  # what they find does not matter where a teacher replaces the reward

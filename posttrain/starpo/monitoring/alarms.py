@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posttrain.starpo.monitoring.alarm_limits import ADVICE, LIMITS
-from posttrain.starpo.monitoring.alarm_rules import RULES, Figures, Finding, Setting, Sizes
+from posttrain.starpo.monitoring.alarm_rules import OF_REWARDS, RULES, Figures, Finding, Setting, Sizes
 from posttrain.starpo.monitoring.alarm_series import Memory
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def advance(
     finite = {key: value for key, value in row.items() if math.isfinite(value)}
     findings = list(_numbers(memory.setdefault("_numbers", {}), row, setting))
     for rule in RULES:
+        if rule in OF_REWARDS and cfg is not None and not cfg.rewarded:
+            continue
         findings += rule(memory.setdefault(rule.__name__, {}), finite, setting)
     alarms: list[Alarm] = []
     for name, bad, well, message in findings:

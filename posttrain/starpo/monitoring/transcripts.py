@@ -47,10 +47,10 @@ def record_step(
     unfinished = _unfinished(cfg, groups, step)
     if unfinished and not state.unfinished_reported:
         state.unfinished_reported = True
-        t = unfinished[0][0]
+        t, differing = unfinished[0][0], " if their rewards differ" if cfg.rewarded else ""
         say(
             f"step {step}: in {len(unfinished)} of {len(groups)} groups no episode was finished, see transcripts; the"
-            f" first: {t.env} (level seed {t.level_seed}). These groups are trained on if their rewards differ;"
+            f" first: {t.env} (level seed {t.level_seed}). These groups are trained on{differing};"
             " algorithm.mask_truncated_completions leaves such episodes out. `rollout/truncated_groups` counts them;"
             " this message is not repeated."
         )

@@ -6,7 +6,7 @@ import torch
 
 from posttrain.runtime import parallel
 from posttrain.starpo import losses
-from posttrain.starpo.learner import CRITIC, POLICY, Forward, Learner, ValueLoss
+from posttrain.starpo.learner import CRITIC, POLICY, Forward, Learner, Taught, ValueLoss
 
 
 class UpdateFigures:
@@ -54,6 +54,11 @@ class UpdateFigures:
             "critic/error": (value.values_S.float() - value.returns_S).abs().sum().item(),
         }
         self._add(sums)
+
+    def teacher(self, forward: Forward, taught: Taught | None) -> None:
+        """Add a micro-batch; taught: by the teacher, None without one."""
+        if taught is not None and forward.weight:
+            self._add({"update/teacher_kl": taught.kl_S.sum().item()})
 
     def distillation(self, kl: float, tokens: int) -> None:
         """Add a distillation loss. kl: the sum over this process's tokens. tokens: of all processes."""
