@@ -218,7 +218,7 @@ def phase1(game: Game, seed: int, folder: Path) -> dict[str, Any]:
 def phase3(game: Game, seed: int, folder: Path, start: Path) -> dict[str, Any]:
     return common(seed, start) | {
         "envs": [{"name": game.name, "options": game.options}],
-        "protocol": {"max_turns": TURNS},
+        "protocol": {"style": "compact", "max_turns": TURNS},
         "rollout": {
             "groups": game.rl_groups,
             "num_generations": 8,
@@ -283,7 +283,7 @@ def demonstrations(game: Game, seed: int, out: Path) -> list[str | Path]:
     given = [f"{game.name}.{key}={json.dumps(value)}" for key, value in game.options.items()]
     command: list[str | Path] = [sys.executable, "-m", "envs.demos", game.name, "--n", str(game.episodes)]
     command += ["--player", game.player, "--thought", game.thought, "--plan", str(TURNS), "--turns", str(TURNS)]
-    command += ["--split", "train", "--seed", str(seed), "--out", out, "--overwrite"]
+    command += ["--split", "train", "--style", "compact", "--seed", str(seed), "--out", out, "--overwrite"]
     return command + (["--options", *given] if given else [])
 
 
