@@ -143,7 +143,7 @@ $(SMOL)/report.html: | $(SMOL)/coin/final/manifest.json
 	  $(call held_out,) $(if $(wildcard $(SMOL)/evaluation_rows/*),--resume,--overwrite)
 
 test: $(STAMP)
-	@began=$$(date +%s); $(PY) -m pytest -q -n 2 --dist loadfile; code=$$?; \
+	@began=$$(date +%s); $(PY) -m pytest -q -n 3 --dist loadfile; code=$$?; \
 	took=$$(($$(date +%s) - began)); echo "make test took $$((took / 60)) min $$((took % 60)) s."; exit $$code
 
 check: $(STAMP)
