@@ -572,8 +572,7 @@ class Careless(Say):
 def test_check_survives_and_names_what_hostile_text_does(read, tmp_path, monkeypatch, register):
     shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "envs" / "careless.py").write_text(CARELESS.format(read=read))
-    if "within 3 seconds" in HARMED[read]:
-        monkeypatch.setattr(promises, "PATIENCE", 3)
+    monkeypatch.setattr(promises, "PATIENCE", 3 if "within 3 seconds" in HARMED[read] else 15)
     register(variant(Say, name="careless", __doc__="stands for the one in the folder"))
     run = subprocess.run
 
