@@ -112,9 +112,9 @@ def call(path: str, key: str, *arguments: object) -> Any:
     except Exception as error:
         if "OutOfMemory" in type(error).__name__:  # torch's own, which says more than this would
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if frame.filename == inspect.getsourcefile(inspect.unwrap(function))]
-        place = (own or frames)[-1]
+        here, *inside = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in inside if frame.filename == inside[0].filename]  # not what it calls of a library
+        place = own[-1] if own else here  # a function of C has no frame
         raise UserError(
             f"`{key}: {path}` raised {one_line(error)} ({Path(place.filename).name}, line {place.lineno})."
         ) from error

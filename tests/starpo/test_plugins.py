@@ -231,6 +231,21 @@ def test_a_parser_that_cannot_be_used_is_refused(module: Any, code: str, words: 
         check_parser(ProtocolSection(parser="own:f"), envs.make("frozen_lake"))
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("import torch\ndef f(earned, algorithm):\n    return torch.zeros(2) + torch.zeros(3)", r"\(own\.py, line 3\)"),
+        ("class Own:\n    def __call__(self, earned, algorithm): return earned.no\nf = Own()", r"\(own\.py, line 2\)"),
+        ("from math import comb as f", r"\(plugins\.py, line \d+\)"),
+    ],
+    ids=["library", "object", "builtin"],
+)
+def test_the_place_of_an_error_is_named(module: Any, text: str, place: str) -> None:
+    module(text)
+    with pytest.raises(UserError, match=rf"`algorithm\.advantage: own:f` raised .*{place}"):
+        check_functions(config(advantage="own:f"))
+
+
 def test_a_parser_that_raises_in_a_run_is_named(module: Any, player: Path, tmp_path: Path) -> None:
     """For texts that the check at the start does not try."""
     module(
