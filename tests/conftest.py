@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from filelock import FileLock
 from tiny_tokenizers import byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -19,9 +20,15 @@ from posttrain.models.chat import Chat
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The default tests run on the CPU everywhere: a GPU rounds otherwise, and many tests at once would fill it."""
+    """The default tests run on the CPU everywhere: a GPU rounds otherwise, and many tests at once would fill it.
+
+    One thread a process, here and in what a test starts: sums over two threads are rounded otherwise, and a run in
+    this process is compared with one in another.
+    """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
