@@ -1011,6 +1011,7 @@ FUZZED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", FUZZED)
 def test_damaged_files_are_read_or_refused(kind: Any, tmp_path: Path) -> None:
     """Bytes, lines and values of a file changed at random: rows that can be used, or one paragraph with the place."""

@@ -405,6 +405,7 @@ def test_splits_lie_on_both_sides():
     assert list(itertools.islice(embedded.openmathinstruct(5, 0), 5))
 
 
+@pytest.mark.thorough
 def test_the_command_writes_the_base_model_and_says_one_line(base: Path, tmp_path: Path) -> None:
     done = python("-m", "posttrain.data.embedded", "--out", str(tmp_path / "base"))
     assert (done.stdout, done.stderr) == (f"The base model is in {tmp_path / 'base'}.\n", "")

@@ -162,6 +162,7 @@ def trainer_of(tokenizer: Any, folder: Path, says: Any, monkeypatch: pytest.Monk
     return GRPOTrainer(model, reward_funcs=[success], args=args, processing_class=tokenizer, **given)
 
 
+@pytest.mark.thorough
 def test_a_stock_trainer_plays_and_takes_a_step(
     tool_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_rows_are_the_episodes_of_their_seeds_and_the_expert_wins_them(tmp_path:
         assert len(row["messages"][1]["content"].partition("\n\n")[0].splitlines()) == 6
 
 
+@pytest.mark.thorough
 def test_the_file_is_the_same_every_time_and_the_first_rows_do_not_depend_on_how_many(tmp_path: Path) -> None:
     command = ["sokoban", "frozen_lake=2", "--player", "expert:0.7,random:0.3", "--seed", "3"]
     files = []
@@ -284,6 +285,7 @@ def test_a_file_is_only_written_over_when_that_is_asked(tmp_path: Path, capsys: 
 # -- phases 1 and 2 ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_phase_1_trains_on_the_rows(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     file = tmp_path / "rows.jsonl"
     command = ["frozen_lake", "sokoban", "--n", "60", "--player", "expert:0.8,random:0.2", "--thought", "plan"]
@@ -295,6 +297,7 @@ def test_phase_1_trains_on_the_rows(tmp_path: Path, tiny_tokenizer: PreTrainedTo
     assert set(rows_of(tmp_path / "run")) == {1, 2}
 
 
+@pytest.mark.thorough
 def test_phase_2_trains_on_the_pairs(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     file = tmp_path / "pairs.jsonl"
     command = ["rubiks_cube", "--pairs", "--n", "40", "--thought", "next_state"]

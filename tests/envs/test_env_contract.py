@@ -566,6 +566,7 @@ class Careless(Say):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "read", [*list(HARMED)[:3], *(pytest.param(read, marks=pytest.mark.slow) for read in list(HARMED)[3:])]
 )

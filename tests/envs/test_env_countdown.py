@@ -306,6 +306,7 @@ def test_a_folder_of_all_kinds_of_files_is_refused_before_it_is_searched(tmp_pat
     assert "\n" not in str(problem.value) and "a folder or a .jsonl or .parquet file" in str(problem.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"max_number": 2, "max_numbers": 2}, {"max_number": 4, "max_numbers": 2}])
 def test_options_without_a_task_are_found_out_soon(options):
     env, before = make("countdown", min_numbers=2, max_target=10, **options), time.process_time()

@@ -268,6 +268,7 @@ def test_reference_functions_are_right_on_cases_solved_by_hand():
     assert len({task.function for task in tasks.TASKS}) == 22
 
 
+@pytest.mark.thorough
 def test_there_are_hundreds_of_problems_and_both_forms_of_one_are_in_one_split():
     drawn = [problem for problem, _ in zip(embedded.problems(np.random.default_rng(0)), range(3000), strict=False)]
     assert len({problem.key for problem in drawn}) > 1000

@@ -280,6 +280,7 @@ def test_no_small_grid_takes_a_guess():
     assert len(made) > 10 and all(by_singles(shape, puzzle.clues) for puzzle in made)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [6, 9])
 def test_puzzles_that_need_a_guess_are_found_without_other_options(size):
     env = make("sudoku", size=size, effort="search")

@@ -168,6 +168,7 @@ def newest_worker() -> psutil.Process:
     return max(judges, key=psutil.Process.create_time)
 
 
+@pytest.mark.thorough
 def test_judge_survives_what_hangs_and_says_so(capsys) -> None:
     with MathJudge() as judge:
         assert judge.correct(r"\boxed{\sqrt{4}}", "2")  # starts the worker, whose imports are not what is timed here

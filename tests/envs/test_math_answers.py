@@ -359,6 +359,7 @@ def test_a_text_of_any_length_gets_a_verdict(piece: str) -> None:
                 assert math_answers.equal(text, answer, lambda *_: False) in (True, False)
 
 
+@pytest.mark.thorough
 def test_one_answer_has_one_limit_of_time() -> None:
     """However many of its parts hang."""
     with MathJudge(seconds=2.0) as judge:

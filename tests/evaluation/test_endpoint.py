@@ -176,6 +176,7 @@ FAULTS: dict[str, Callable[[int, dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_an_attempt_and_the_last_one_is_told_in_a_paragraph(
     serving: Any, tmp_path: Path, fault: str
@@ -311,6 +312,7 @@ def test_retry_after_holds_for_all_requests(serving: Any, tmp_path: Path) -> Non
     assert len(came) == 5 and min(came[1:]) - came[0] > 0.78
 
 
+@pytest.mark.thorough
 def test_a_rate_limit_costs_no_attempt_and_everybody_keeps_to_its_pause(serving: Any, tmp_path: Path) -> None:
     """One request in 0.1 s is answered, any other with 429: each of 12 requests with 2 attempts has its answer."""
     windows: set[int] = set()
@@ -537,6 +539,7 @@ def test_a_served_model_has_the_rows_of_the_local_one(
         assert "not asked" in (out / page).read_text()
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_breaks_off_pays_for_nothing_twice(
     serving: Any,
     checkpoints: dict[str, str],
@@ -573,6 +576,7 @@ def test_an_evaluation_that_breaks_off_pays_for_nothing_twice(
     assert lake["episodes"] == 3 and lake["invalid_turns"] == 0 and lake["crashed"] == 0
 
 
+@pytest.mark.thorough
 def test_the_key_is_sent_and_never_written_or_said(
     serving: Any,
     checkpoints: dict[str, str],

@@ -569,6 +569,7 @@ def test_finished_parts_are_kept_only_where_everything_is_the_same(
     assert store.store_fingerprint(plain, "plain") != before
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_dies_is_resumed(
     tmp_path: Path, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -661,6 +662,7 @@ def test_pairs_are_scored_in_float32_while_phase_3_computes_in_bfloat16(tiny_cha
         assert scoring.score_pairs(model, tiny_chat, task, lambda _: None) == plain
 
 
+@pytest.mark.thorough
 def test_two_evaluators_never_share_a_folder(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     resolved(tmp_path, checkpoints, suites=SMALL)
     (tmp_path / "out").mkdir()

@@ -36,6 +36,7 @@ def test_the_figures_of_held_out_rows_do_not_depend_on_batches(tmp_path: Path, p
         assert 8 * wins == pytest.approx(round(8 * wins), abs=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tuning", ["lora", "qlora"])
 def test_adapters_train_and_are_merged(
     tmp_path: Path, phase: Phase, tiny_tokenizer: PreTrainedTokenizerFast, tuning: str
@@ -59,6 +60,7 @@ def test_adapters_train_and_are_merged(
     assert torch.equal(merged.model.embed_tokens.weight, before.model.embed_tokens.weight)
 
 
+@pytest.mark.thorough
 def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_run(
     tmp_path: Path, phase: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def config_in(tmp_path: Path, files: Phase, **trainer: Any) -> Path:
     return files.config_in(tmp_path, **trainer)
 
 
+@pytest.mark.thorough
 def test_a_micro_batch_that_does_not_fit_is_announced(
     tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +139,7 @@ TINY: dict[str, Any] = dict(vocab_size=512, intermediate_size=32, num_hidden_lay
 TINY |= dict(hidden_size=64, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind", ["convgpt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen2"))]
 )
@@ -596,6 +598,7 @@ def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
     assert same_weights(tmp_path / "run", whole)
 
 
+@pytest.mark.thorough
 def test_a_source_may_be_gone_once_its_rows_are_kept(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files)
     text = file.read_text()
@@ -900,6 +903,7 @@ def test_the_reference_run_without_a_network_is_one_paragraph(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_own_data_needs_no_network(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files, max_steps=2)
     unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}

@@ -356,6 +356,7 @@ def test_a_mixed_loss_trains(tmp_path: Path, files: Phase) -> None:
     assert rows_of(tmp_path / "run")[1] > math.log(2) + 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damaged", ["data-*.arrow", pytest.param("cache-*.arrow", marks=pytest.mark.slow)])
 def test_damaged_pairs_or_reference_log_probs_are_made_again(
     tmp_path: Path, files: Phase, whole: Path, capsys: pytest.CaptureFixture[str], damaged: str

@@ -137,6 +137,7 @@ def test_the_scripts_do_what_is_said(tmp_path: Path, name: str, tuning: str) -> 
     assert checkpoint.verify(tmp_path / "run" / "final") and checkpoint.verify(tmp_path / "phase3" / "final")
 
 
+@pytest.mark.thorough
 def test_what_a_conversation_starts_with(tmp_path: Path) -> None:
     folder = model_families.write(tmp_path, "gpt2")
     words = lines(folder)["start of text"].words
@@ -200,6 +201,7 @@ def test_positions_that_are_learnt_are_the_limit(tmp_path: Path) -> None:
     assert model_files.learned_positions(AutoConfig.for_model("opt", max_position_embeddings=32)) == 32
 
 
+@pytest.mark.thorough
 def test_an_architecture_that_no_engine_samples_is_refused(tmp_path: Path) -> None:
     """RWKV's recurrence reads padding as text: replayed rows would have other probabilities than the learner sees."""
     folder = model_families.write(tmp_path / "llama", "llama")

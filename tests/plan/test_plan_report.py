@@ -116,6 +116,7 @@ def test_an_environment_that_cannot_be_made_is_named(env: str, told: str, tmp_pa
         phase3.main(["--plan", "A10G", f"envs=[{env}]", f"output_dir={tmp_path / 'run'}"])
 
 
+@pytest.mark.thorough
 def test_a_device_on_which_a_run_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = f"output_dir={tmp_path / 'run'}"
     with pytest.raises(

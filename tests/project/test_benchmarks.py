@@ -225,6 +225,7 @@ def test_an_exponent_is_the_slope_on_two_logarithmic_scales(rollout):
     assert (slope, low, high) == (pytest.approx(1.5), pytest.approx(1.0), pytest.approx(2.0))
 
 
+@pytest.mark.thorough
 def test_scaling_varies_one_thing_at_a_time(rollout, tmp_path, monkeypatch, capsys):
     scaling = loaded(FILE.parent / "scaling.py")
     asked = []
@@ -426,6 +427,7 @@ def test_what_cannot_be_measured_is_said_before(rollout, monkeypatch, capsys):
         assert f"{script}.py: error: --" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_an_update_computes_activations_again_where_its_settings_say_so(rollout):
     update = loaded(FILE.parent / "update.py")
     model, episodes = update.model_of(100, "cpu"), update.conversations(8, 3, 8, 100)
@@ -523,6 +525,7 @@ def test_environments_are_timed_beside_the_games_they_are_made_of(rollout, tmp_p
     assert capsys.readouterr().out.count("\n| ") == 2 + len(rows)
 
 
+@pytest.mark.thorough
 def test_the_share_of_an_environment_is_part_of_an_iteration(tiny_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(FILE.parent), *sys.path])
     environments, player = loaded(FILE.parent / "envs.py"), tiny_base(tmp_path / "player", tiny_tokenizer)

@@ -72,6 +72,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment(folder / "venv", [str(folder / wheel)])
 
 
+@pytest.mark.thorough
 def test_the_command_works_from_another_folder(installed: Path, tmp_path: Path) -> None:
     said = outcome([installed / "posttrain"], tmp_path).stdout
     assert all(re.search(rf"^  {name} +\w", said, re.M) for name in command.COMMANDS)

@@ -225,6 +225,7 @@ def test_adapters_that_change_are_compiled_once() -> None:
     assert compiled_graphs() - before == made
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_no_graph_is_refused_in_one_paragraph() -> None:
     model = one_layer(Qwen3ForCausalLM)
     model.register_forward_hook(lambda *_: torch._dynamo.graph_break())

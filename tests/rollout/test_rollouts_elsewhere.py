@@ -64,6 +64,7 @@ def check_equal(here: Path, there: Path) -> None:
             assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-4, abs=1e-5), key
 
 
+@pytest.mark.thorough
 def test_two_servers_and_this_process_make_the_same_run(
     here: Path, player: Path, tmp_path: Path, tiny_chat: Chat
 ) -> None:
@@ -75,6 +76,7 @@ def test_two_servers_and_this_process_make_the_same_run(
     assert len(gaps) == 3 and max(gaps) < 1e-4
 
 
+@pytest.mark.thorough
 def test_a_server_that_dies_changes_nothing_of_the_run(
     here: Path, player: Path, tmp_path: Path, tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_an_engine_has_to_read_and_write_every_token_of_an_episode_once() -> Non
     assert list(second) == [Turn(0, 2, copied=3), Turn(3, 1)]
 
 
+@pytest.mark.thorough
 def test_the_figure_and_the_table_of_many_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_out, "DEVICES", [1, 4])
     monkeypatch.setattr(scale_out, "EPISODES", (4, 2))

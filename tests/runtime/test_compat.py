@@ -562,6 +562,7 @@ def test_merged_weights() -> None:
     assert torch.allclose(plain(input_ids=ids).logits, tuned(input_ids=ids).logits, atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_bitsandbytes_says_nothing_at_import() -> None:
     told = "import logging, posttrain, bitsandbytes.backends.cpu.ops as ops; ops.logger.warning('told')"
     assert not python("-c", told).stderr

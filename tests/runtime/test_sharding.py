@@ -100,6 +100,7 @@ def equal(what: str, one: Path, other: Path, figures: tuple[str, ...] = ("loss",
 # -------------------------------------------------------------------------------------------------- phases 1 and 2
 
 
+@pytest.mark.thorough
 def test_fsdp2_trains_supervised_equal_to_one_process(tmp_path: Path, files: SimpleNamespace) -> None:
     """With whole checkpoints and an ordinary final/."""
     file = config_in(tmp_path, files, "sft", {})
@@ -263,6 +264,7 @@ def equal_updates(folder: Path, name: str, count: int) -> None:
     assert max(apart) < 1e-5
 
 
+@pytest.mark.thorough
 def test_a_sharded_update_with_nothing_for_some_processes_is_equal_to_that_of_one(tmp_path: Path) -> None:
     equal_updates(tmp_path, "nothing for some", 2)
 
@@ -297,6 +299,7 @@ def test_a_sharded_run_of_phase_3_is_equal_to_one_process(tmp_path: Path, player
 # ------------------------------------------------------------------------------------------- processes that are lost
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_process_that_loses_another_says_so_in_bounded_time(way: str) -> None:
     began = time.monotonic()

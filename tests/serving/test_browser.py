@@ -518,6 +518,7 @@ def test_the_viewer_is_readable_on_any_screen(visit: Callable[..., Any], large: 
     assert found["seen"] > 30 and found["poor"] == []
 
 
+@pytest.mark.thorough
 def test_hostile_files_are_shown_and_nothing_in_them_runs(
     visit: Callable[..., Any], browser: Any, run: Path, tmp_path: Path
 ) -> None:

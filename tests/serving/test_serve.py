@@ -116,6 +116,7 @@ def test_it_streams(client: openai.OpenAI, final: Path) -> None:
     assert pieces[-1].usage == whole.usage and pieces[-1].choices[0].finish_reason == "length"
 
 
+@pytest.mark.thorough
 def test_it_stops(client: openai.OpenAI, final: Path) -> None:
     """Before each stop text, also where it begins in one piece of a stream and ends in the next."""
     pieces = [piece.choices[0].delta.content or "" for piece in ask(client, final, max_tokens=40, stream=True)]

@@ -257,6 +257,7 @@ def at_rest(page: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- chat
 
 
+@pytest.mark.thorough
 @in_browser
 def test_a_conversation_by_keyboard_is_that_of_the_terminal(
     alone: str, visit: Callable[..., Any], model: Script, both: list[Scripted], cfg: ChatRun
@@ -287,6 +288,7 @@ def test_a_conversation_by_keyboard_is_that_of_the_terminal(
     assert page.locator("#figures table").count() == 0
 
 
+@pytest.mark.thorough
 @in_browser
 def test_it_streams_stops_and_goes_on(alone: str, visit: Callable[..., Any], model: Script) -> None:
     model.text, model.pause = lambda: "apples and " * 200, 0.03
@@ -423,6 +425,7 @@ def test_two_models_side_by_side_and_the_exported_file(
     assert [len(each.script.begun) for each in both] == [2, 1]
 
 
+@pytest.mark.thorough
 @in_browser
 def test_what_a_model_writes_is_never_html_and_errors_are_shown(
     alone: str, visit: Callable[..., Any], model: Script
@@ -496,6 +499,7 @@ def test_an_export_holds_messages_and_settings(
 # ------------------------------------------------------------------------------------------------------------- play
 
 
+@pytest.mark.thorough
 @in_browser
 def test_it_plays_a_level_to_the_end_one_turn_a_click(
     alone: str, visit: Callable[..., Any], model: Script,
@@ -751,6 +755,7 @@ def test_a_visitor_who_hangs_up_does_not_end_it(both: list[Scripted], tmp_path: 
 # ---------------------------------------------------------------------------------------------------------- the page
 
 
+@pytest.mark.thorough
 @in_browser
 @pytest.mark.parametrize(("width", "scheme"), [pytest.param(1200, "light", marks=pytest.mark.slow), (390, "dark")])
 def test_the_page_is_readable_on_any_screen(

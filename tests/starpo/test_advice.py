@@ -87,6 +87,7 @@ def test_advice_is_given_and_nothing_is_kept(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_begins_with_the_advice(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = {"every": 2, "episodes": 2, "final_episodes": 2}
     file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation=few)

@@ -222,6 +222,7 @@ def judge_simulated(groups: int, samples: int, seeds: range) -> None:
     assert len(missed) <= 0.05 * len(COLLAPSING) * len(seeds), missed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch", [BATCHES[0], *(pytest.param(batch, marks=pytest.mark.slow) for batch in BATCHES[1:])])
 def test_simulated_runs_are_told_apart(batch: tuple[int, int]) -> None:
     judge_simulated(*batch, range(8))
@@ -240,6 +241,7 @@ def judge_cells(cells: Iterable[Cell], runs: int) -> None:
         assert found["stop"] == 0 and wilson(found["any"], runs)[0] <= 0.05, found
 
 
+@pytest.mark.thorough
 def test_no_level_of_success_raises_alarms() -> None:
     """Where few samples differ: little is won, hardly anything is lost, and all that changes within a run."""
     levels = [(0.03, 0.03), (0.06, 0.06), (0.9, 1.0), (0.03, 1.0)]

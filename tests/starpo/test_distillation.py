@@ -259,6 +259,7 @@ def kls(run: Path, key: str) -> Iterator[float]:
     yield from (row[key] for row in rows(run) if key in row)
 
 
+@pytest.mark.thorough
 def test_a_run_answers_old_prompts_first_and_stays_near_its_teacher(whole: Path, player: Path) -> None:
     run = whole / "run"
     lines = (run / "distillation" / "rows.jsonl").read_text().splitlines()

@@ -171,6 +171,7 @@ def test_ties_are_broken_as_told(ties: list[int], smallest: bool, values: list[f
     assert kept.tolist() == order[:3]
 
 
+@pytest.mark.thorough
 def test_alike_groups_are_kept_alike_often_and_a_seed_keeps_the_same() -> None:
     def kept(seed: int, step: int) -> list[int]:
         cfg = StarPORun.model_validate(

@@ -14,6 +14,7 @@ import envs
 from posttrain.runtime import checkpoint
 
 
+@pytest.mark.thorough
 def test_it_learns_a_small_lake(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """From a player that walks at random to one that mostly knows where the goal is."""
     file = settings(

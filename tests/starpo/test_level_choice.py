@@ -75,6 +75,7 @@ def test_crashed_episodes_say_nothing_about_a_level() -> None:
     assert state.levels["frozen_lake"] == [[1, 3, 1.0]]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_plays_the_same_levels(player: Path, tmp_path: Path) -> None:
     algorithm = {"num_iterations": 1, "minibatches": 1, "filter": {"strategy": "none", "keep_zero": True}}
     few = {"every": 4, "episodes": 4, "final_episodes": 4}

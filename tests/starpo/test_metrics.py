@@ -40,6 +40,7 @@ def test_seq_rep_by_hand() -> None:
     assert seq_rep_n([1, 2, 3], 4) == 0.0
 
 
+@pytest.mark.thorough
 @given(st.lists(texts, max_size=5), st.integers(1, 3))
 def test_distinct_by_counting(many: list[list[int]], n: int) -> None:
     counts: Counter[tuple[int, ...]] = Counter()

@@ -395,6 +395,7 @@ def test_damaged_logs_are_said_before_any_work(
         (run / name).write_bytes(kept)
 
 
+@pytest.mark.thorough
 def test_a_signal_leaves_a_checkpoint_to_resume_from(player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 500}, checkpoint={"every": 400})
     program = """
@@ -569,6 +570,7 @@ def test_all_evaluations_agree_on_the_same_weights(whole: Path, tmp_path: Path) 
     assert found["validation"]["success"] == first["evaluation/frozen_lake/success"]
 
 
+@pytest.mark.thorough
 def test_an_environment_that_raises_is_told_and_the_run_goes_on(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -618,6 +620,7 @@ def test_an_environment_that_always_raises_ends_the_run_before_anything_is_train
     assert "levels" not in capsys.readouterr().err.replace("held-out levels", ""), "they are not what is wrong"
 
 
+@pytest.mark.thorough
 def test_an_environment_that_raises_from_then_on_ends_the_run_with_a_checkpoint(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -668,6 +671,7 @@ def test_one_environment_of_two_that_always_raises_is_named(player: Path, tmp_pa
     assert state.crashed_steps == {}, "a resumed run counts anew"
 
 
+@pytest.mark.thorough
 def test_an_environment_that_changes_torch_is_trained_in(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -874,6 +878,7 @@ def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path, caps
     assert [row["step"] for row in table if "final/success" in row] == [2]
 
 
+@pytest.mark.thorough
 def test_what_was_learned_before_an_early_stop_is_exported(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -901,6 +906,7 @@ def test_what_was_learned_before_an_early_stop_is_exported(
     assert rows(run) == before and checkpoint.verify(run / "final")["meta"]["step"] == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("levels_won", "chosen"),
     [
@@ -941,6 +947,7 @@ def test_the_best_policy_wins_more_of_the_same_levels(
         assert checkpoint.verify(run / "final")["meta"]["step"] == chosen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("updates", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_diverges_fails_with_its_best_policy_saved(
     player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], updates: int

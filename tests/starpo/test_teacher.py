@@ -197,6 +197,7 @@ def lessons(player: Path, expert: Path, tmp_path_factory: pytest.TempPathFactory
     return file
 
 
+@pytest.mark.thorough
 def test_a_tiny_policy_learns_from_a_tiny_teacher_without_rewards(player: Path, expert: Path, tmp_path: Path) -> None:
     file = settings(
         tmp_path / "run.yaml",
@@ -219,6 +220,7 @@ def test_a_tiny_policy_learns_from_a_tiny_teacher_without_rewards(player: Path, 
     assert success[-1] > success[0] + 0.2, success
 
 
+@pytest.mark.thorough
 def test_a_weight_of_0_changes_no_run(player: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"trainer": {"max_steps": 2}, "algorithm": {"num_iterations": 1, "minibatches": 1}}
     file = settings(tmp_path / "run.yaml", player, **sections)
@@ -233,6 +235,7 @@ def test_a_weight_of_0_changes_no_run(player: Path, tmp_path: Path) -> None:
         assert torch.equal(tensor, weights(tmp_path / "without" / "checkpoint-2")[name]), name
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_taught_the_same(lessons: Path, tmp_path: Path) -> None:
     whole, again = lessons.with_name("run"), tmp_path / "run"
     shutil.copytree(whole, again)
