@@ -288,6 +288,7 @@ def test_a_game_that_cannot_be_played_here_is_refused(game: str, says: str, monk
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dataset", ["spell_backward", "basic_arithmetic", "maze", "mini_sudoku"])
 def test_data_sets_of_reasoning_gym_keep_every_promise(dataset: str, broken) -> None:
     pytest.importorskip("reasoning_gym", reason=GYM)

@@ -94,6 +94,7 @@ def test_the_whole_reward_of_a_won_game_is_at_most_one():
     assert episode.success and 0.9 < sum(turn.reward for turn in episode.past) <= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_expert_wins_within_the_budget_and_the_scripted_policies_less(split):
     env = make("game_2048")

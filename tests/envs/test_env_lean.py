@@ -531,6 +531,7 @@ def test_a_tactic_that_takes_too_long_is_rejected(server):
     assert "Rejected: the tactic takes too long" in at(backend=server.url).step("intro h")[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["stalls", "broken", *RAW, *REPLIES])
 def test_a_server_without_a_verdict_is_no_verdict(server, mode, monkeypatch):
     monkeypatch.setattr(backends, "TRIES", 1)

@@ -244,6 +244,7 @@ def test_clues_and_other_texts_are_invalid(text):
     assert not (info["action_is_valid"] or info["action_is_effective"] or over or reward) and observation == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "count"), [(4, 60), (6, 25), (9, 6)])
 def test_the_expert_solves_every_puzzle_within_the_budget_and_chance_does_not(size, count):
     for split in SPLITS:

@@ -30,6 +30,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", envs.names())
 def test_hostile_answers_do_no_harm(name: str, elsewhere: Path) -> None:
     env = open_or_skip(name)

@@ -106,6 +106,7 @@ def test_the_model_card_is_part_of_the_result(phase: Phase) -> None:
     assert not (phase.whole / "README.md").exists()  # TRL's
 
 
+@pytest.mark.thorough
 def test_own_data_trains_with_the_reference_settings_on_a_laptop(tmp_path: Path, phase: Phase) -> None:
     """40 rows, no GPU, no config file: a few steps, of which the first and the last show a loss."""
     source = f"[{{kind: {phase.script.kind}, path: {phase.make_rows(tmp_path / 'mine.jsonl', 40)}}}]"

@@ -423,6 +423,7 @@ def test_a_run_that_diverges_exits_with_an_error_in_words(tmp_path: Path, files:
     assert not (tmp_path / "run" / "final").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clipped", [True, False])
 def test_a_run_that_diverges_later_saves_its_last_healthy_checkpoint(
     tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, clipped: bool

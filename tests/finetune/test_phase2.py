@@ -84,6 +84,7 @@ def test_the_reference_is_the_policy_and_not_what_its_name_says(
     assert rows_of(tmp_path / "run")[1] == pytest.approx(math.log(2), abs=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_wrong_reference_stops_the_run(
     tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, bf16: bool

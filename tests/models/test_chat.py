@@ -638,6 +638,7 @@ DOUBLING = "{% set m = namespace(s='x') %}{% for i in range(40) %}{% set m.s = m
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("start", "words"),
     [

@@ -70,6 +70,7 @@ def marks(found: dict[str, check_model.Line], mark: str) -> set[str]:
     return {subject for subject, line in found.items() if line.mark == mark}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_said_of_each_family(tmp_path: Path, name: str) -> None:
     found = lines(model_families.write(tmp_path, name))

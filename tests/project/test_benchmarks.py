@@ -270,6 +270,7 @@ def test_scaling_plays_what_a_point_says(rollout):
     assert parameters == 600 * 64 + 4 * (4 * 64**2 + 3 * 64 * 192 + 2 * 64) + 64
 
 
+@pytest.mark.thorough
 def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
     target = loaded(FILE.parent / "long" / "target.py")
     small = ["rollout={groups: 4, num_generations: 2, max_completion_length: 3}", "protocol.max_turns=2"]

@@ -249,6 +249,7 @@ def test_the_older_half_of_the_turns_leaves_a_full_context_and_is_counted(tiny_c
         assert all(segment.turn_starts[-1] + PARAMS.max_new_tokens <= room for segment in tight.segments)
 
 
+@pytest.mark.thorough
 def test_greedy_play_is_the_same_in_both_engines(model: PreTrainedModel, tiny_chat: Chat) -> None:
     greedy = SamplingParams(max_new_tokens=8, temperature=0)
     for context in MODES.values():

@@ -332,6 +332,7 @@ def test_a_server_that_hangs_while_it_takes_up_weights_is_lost_soon(
         assert servers[1].version == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ahead", [False, True])
 def test_servers_that_are_all_lost_are_tried_once_more(
     tmp_path: Path, tiny_chat: Chat, capsys: pytest.CaptureFixture[str], ahead: bool

@@ -171,6 +171,7 @@ def slider(place: Any) -> str:
 # ----------------------------------------------------------------------------------------------------------- report
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light"), (390, "dark")])
 def test_the_report_is_readable_on_any_screen(visit: Callable[..., Any], run: Path, width: int, scheme: str) -> None:
     page = visit(run / "report.html", width, scheme)
@@ -181,6 +182,7 @@ def test_the_report_is_readable_on_any_screen(visit: Callable[..., Any], run: Pa
     assert found["seen"] > 500 and found["poor"] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [1200, 390])
 def test_the_report_is_short_and_a_link_unfolds_a_section(visit: Callable[..., Any], run: Path, width: int) -> None:
     page = visit(run / "report.html", width, folded=True)
@@ -409,6 +411,7 @@ def test_every_control_is_reached_and_named(visit: Callable[..., Any], run: Path
 # -------------------------------------------------------------------------------------------------- comparison.html
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
 def test_a_comparison_is_read_and_stepped_on_any_screen(
     visit: Callable[..., Any], run: Path, width: int, scheme: str

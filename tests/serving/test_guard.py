@@ -155,6 +155,7 @@ def test_a_client_that_leaves_in_the_middle_costs_one_line(
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("data", "trickle"),
     [

@@ -140,6 +140,7 @@ def user(*contents: str) -> list[dict[str, str]]:
 # ------------------------------------------------------------------------------------------------------- one answer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("preset", ["improved", "plain"])
 @pytest.mark.parametrize("family", ["convgpt", "llama"])
 def test_what_streams_is_what_the_rollout_engine_samples(

@@ -498,6 +498,7 @@ keys = sorted({*HEALTHY, *measured, "evaluation/success"})
 blocks = st.tuples(st.dictionaries(st.sampled_from(keys), values, min_size=1), st.integers(1, 12))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(st.lists(blocks, min_size=1, max_size=8), st.data())
 def test_a_resume_anywhere_raises_the_same_alarms(parts: list[tuple[Row, int]], data: st.DataObject) -> None:

@@ -304,6 +304,7 @@ def test_the_suites_of_former_phases_are_scored_as_the_evaluator_scores_them(
         train(settings(tmp_path / "run.yaml", player, evaluation=wide))
 
 
+@pytest.mark.thorough
 def test_without_weight_or_section_the_run_is_the_same(whole: Path, player: Path, tmp_path: Path) -> None:
     """Measuring changes nothing; test_a_run_answers_old_prompts_first has made the run with coef 0."""
     train(settings(tmp_path / "run.yaml", player, trainer={"max_steps": 3}))
@@ -313,6 +314,7 @@ def test_without_weight_or_section_the_run_is_the_same(whole: Path, player: Path
         assert torch.equal(tensor, weights(whole / "free" / "checkpoint-3")[name]), name
 
 
+@pytest.mark.thorough
 def test_resuming_reads_the_same_rows(whole: Path, player: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -68,6 +68,7 @@ def built_in(player: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return first_update(file.with_name("run"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("key", "path", "same"),
     [
