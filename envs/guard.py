@@ -28,6 +28,18 @@ def detail(words: str, _: int) -> dict[str, Any]:
     return {"detail": words}
 
 
+def openai_error(words: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """Return an error in the form of OpenAI's interface."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": words, "type": kind, "param": None, "code": code or status}}
+
+
+async def hung_up(request: Any) -> None:
+    """Wait until the client of a request of Starlette disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def refuse_unread(scope: Any, send: Any, status: int, words: str, form: Form = detail) -> None:
     """Answer a request with an error, unread; a websocket is not accepted, which clients see as status 403."""
     if scope["type"] == "websocket":

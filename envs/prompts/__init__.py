@@ -15,13 +15,14 @@ import numpy as np
 from envs.base import LateReward, TextEnv, known
 from envs.by_path import by_path
 from envs.hub_sets import EMBEDDED
+from envs.prompts.agents import OUTPUT, AgentProgram, agent_of
 from envs.prompts.calls import Answered, call_rewards
 from envs.prompts.rewards import Reward, own_reward_of, reward_of
 from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of
 from envs.protocol import Message
 from envs.tools import environment_of, methods_of
 
-__all__ = ["Prompts"]
+__all__ = ["AgentProgram", "Prompts"]
 
 ON_ERROR = ("skip", "stop")
 
@@ -70,6 +71,10 @@ class Prompts(TextEnv):
       tools, `get_reward` is one more reward, and reward functions are given `environments`.
     - `reply=None`: `module:function` that writes the next user message: reply(messages, **columns) -> str or None.
     - `turns=None`: answers in an episode with `reply`; 4 when None.
+    - `agent=None`: a program that answers instead of the model alone, and talks to it by OpenAI's interface: the
+      command as a list, whose parts may be templates over the columns, or a mapping with `command`, `turns=16`,
+      `seconds=600`, `parallel=16` and `port=0`; see agents.py. `rewards` are then given the columns `output` (what it
+      printed) and `exit_code` as well.
     - `success=1.0`: what the first reward must give at least.
     - `on_error="skip"`: or "stop".
     - `timeout=60.0`: seconds that a reward function may take for all answers of a rollout.
@@ -96,6 +101,7 @@ class Prompts(TextEnv):
         environment: str | None = None,
         reply: str | None = None,
         turns: int | None = None,
+        agent: Sequence[str] | Mapping[str, Any] | None = None,
         success: float = 1.0,
         on_error: str = "skip",
         timeout: float = 60.0,
@@ -113,18 +119,23 @@ class Prompts(TextEnv):
             )
         if turns is not None and reply is None:
             raise ValueError("prompts: turns counts the answers of an episode with reply: set reply, or leave it out.")
+        if agent is not None and (environment or reply):
+            raise ValueError(
+                "prompts: agent is a program that talks to the model by itself: leave out environment and reply."
+            )
         super().__init__(render_mode)
         self.on_error, self.timeout, self.success_at = known("on_error", on_error, ON_ERROR), timeout, success
         self.reply = None if reply is None else by_path(reply)
         self.config = Rows(path, config, rows, prompt, template, system)
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
         self.rewards_key = json.dumps([environment, *rewards], default=dict, sort_keys=True)
-        columns = [*self.table.columns, *(["environments"] if environment else [])]
+        columns = [*self.table.columns, *(["environments"] if environment else []), *(OUTPUT if agent else ())]
         given = [reward_of(each, columns) for each in rewards]
         self.rewards: tuple[Reward, ...] = (*given, *([own_reward_of(self.environment)] if rewarding else []))
         self.methods = methods_of(self.environment) if environment else []
         self.tools = list(self.methods)
-        self.max_turns = (turns or 4) if self.reply else self.table.most_turns
+        self.agent: AgentProgram | None = None if agent is None else agent_of(agent, given)
+        self.max_turns = (turns or 4) if self.reply else self.agent.turns if self.agent else self.table.most_turns
 
     @classmethod
     def draw(cls, config: Rows, rng: np.random.Generator) -> Iterator[PromptLevel]:
@@ -143,7 +154,7 @@ class Prompts(TextEnv):
 
     def begin(self, level: PromptLevel) -> None:
         self.level = level
-        self.row = self.table.rows[level.number]
+        self.row: dict[str, Any] = self.table.rows[level.number]
         self.conversation: Conversation = conversation_of(self.row, self.config)
         if self.make_environment:
             self._begin_environment()
@@ -176,6 +187,8 @@ class Prompts(TextEnv):
         return ""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self.agent:
+            raise ValueError("prompts: a program answers here, by posttrain rl and posttrain eval alone.")
         played, gained, parts = not self.over, 0.0, {}
         if played:
             self.said.append({"role": "assistant", "content": action})
@@ -197,6 +210,19 @@ class Prompts(TextEnv):
             "rewards": parts,
         }
         return self.observe(), gained, self.over, False, info
+
+    def played(self, prompt: Sequence[Message], said: Sequence[Message], output: str, exit_code: int | None) -> None:
+        """Take what a program and the model said, for the reward functions.
+
+        Args:
+            prompt: the messages before the first answer.
+            said: the answers, and what the program wrote between them.
+            output: the end of what it printed.
+            exit_code: None where it was stopped.
+        """
+        self.conversation = Conversation(list(prompt), [], list(prompt))
+        self.said, self.over = [*prompt, *said], True
+        self.row = self.row | {"output": output, "exit_code": exit_code}
 
     def _next_message(self) -> str | None:
         if self.reply is None:

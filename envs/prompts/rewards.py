@@ -61,6 +61,12 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
         title = name.partition(":")[2]
     else:
         function, title = BUILT_IN[known("reward of prompts", name, BUILT_IN)], name
+        if function is exit_code and "lost" not in entry:
+            raise ValueError(
+                "prompts: the reward exit_code needs to know with which exit code a program says that it lost: write"
+                " {name: exit_code, lost: 1}. Any other but 0 is a crash; so choose another number where an uncaught"
+                " exception of Python, which ends a program with 1, is not a loss."
+            )
     if entry:
         accepted = inspect.signature(function).parameters
         for option in entry:
@@ -221,6 +227,13 @@ def program_tests(
     return found
 
 
+def exit_code(
+    prompts: list[Any], completions: list[Any], *, lost: int, exit_code: list[int | None]
+) -> list[float | None]:
+    """Return 1 where the program of `agent` ended with 0, and 0 where it ended with `lost` or was stopped."""
+    return [float(code == 0) for code in exit_code]
+
+
 def _column(columns: Mapping[str, list[Any]], name: str, reward: str) -> list[Any]:
     if name not in columns:
         raise ValueError(f"there is no column {name}, which {reward} reads; name another with the option column")
@@ -234,4 +247,5 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "length": length,
     "repetition": repetition,
     "program_tests": program_tests,
+    "exit_code": exit_code,
 }

@@ -101,7 +101,7 @@ def conversation_of(row: Mapping[str, Any], source: Rows) -> Conversation:
     """Return the conversation of a row; ValueError where it has none."""
     system: list[Message] = [] if source.system is None else [{"role": "system", "content": source.system}]
     if source.template is not None:
-        text = _filled(source.template, row)
+        text = filled(source.template, row)
         return Conversation([*system, {"role": "user", "content": text}], [], text)
     column = source.prompt or next((name for name in COLUMNS if row.get(name)), None)
     if column is None or column not in row:
@@ -136,13 +136,17 @@ def _messages(value: Any, column: str) -> list[Message]:
     return [{"role": str(message["role"]), "content": message["content"]} for message in value]
 
 
-def _filled(source: str, row: Mapping[str, Any]) -> str:
+def filled(source: str, row: Mapping[str, Any], empty: bool = False) -> str:
+    """Return a template with the columns of a row in it; ValueError where it cannot be filled, or gives nothing.
+
+    empty: it may give nothing.
+    """
     from jinja2 import TemplateError
 
     try:
         text = template(source).render(row)
     except TemplateError as error:
         raise ValueError(f"the template cannot be filled ({error}). The columns are {', '.join(row)}.") from None
-    if not text.strip():
+    if not empty and not text.strip():
         raise ValueError("the template gives an empty prompt.")
     return text

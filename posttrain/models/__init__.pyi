@@ -47,6 +47,15 @@ from .loading import (
 )
 from .model_card import commit as commit
 from .model_files import errors_in_words as errors_in_words, no_bars as no_bars
+from .requests import (
+    check_size as check_size,
+    fit_context as fit_context,
+    generation_config as generation_config,
+    not_text as not_text,
+    parse_object as parse_object,
+    reason_to_refuse as reason_to_refuse,
+    tools_asked as tools_asked,
+)
 from .tools import (
     Said as Said,
     Tools as Tools,

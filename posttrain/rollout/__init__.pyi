@@ -5,9 +5,6 @@ from .engines.replay import ReplaySampler as ReplaySampler
 from .engines.sampling import sample_tokens as sample_tokens, uniforms as uniforms
 from .engines.slots import PREFILL_TOKENS as PREFILL_TOKENS, whole_blocks as whole_blocks
 from .episodes import (
-    RAISED as RAISED,
-    Context as Context,
-    Game as Game,
     complete as complete,
     most_turns as most_turns,
     new_episode as new_episode,
@@ -17,5 +14,6 @@ from .episodes import (
     sampler_of as sampler_of,
     set_up as set_up,
 )
+from .game import RAISED as RAISED, Context as Context, Game as Game
 from .late_rewards import score_late as score_late
 from .thoughts import thoughts as thoughts

@@ -20,17 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envs.guard import hung_up, openai_error
 from posttrain.config import ModelSection, run
+from posttrain.models import check_size, fit_context, generation_config, not_text, parse_object, reason_to_refuse
 from posttrain.runtime import runlog
 from posttrain.serving.generation import context_of
-from posttrain.serving.served_requests import (
-    check_size,
-    fit_context,
-    generation_config,
-    not_text,
-    parse_object,
-    reason_to_refuse,
-)
 from posttrain.types import HUB_NAME, UserError, one_line
 
 if TYPE_CHECKING:
@@ -195,10 +189,10 @@ def build_server_app(
     app.add_route("/v1/models/{asked:path}", one_model)
 
     async def refuse(_: Any, error: Any) -> JSONResponse:
-        return JSONResponse(error_body(error.detail, error.status_code), error.status_code)
+        return JSONResponse(openai_error(error.detail, error.status_code), error.status_code)
 
     async def fail(_: Any, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(one_line(error), 500), 500)
+        return JSONResponse(openai_error(one_line(error), 500), 500)
 
     for kind in (HTTPException, 404, 405):
         app.add_exception_handler(kind, refuse)
@@ -206,10 +200,10 @@ def build_server_app(
 
     most = min(MOST_BYTES, max(LEAST_BYTES, TOKEN_BYTES * context_of(model)))
     # the middleware that is added last sees a request first
-    app.add_middleware(WholeRequests, most=lambda _: most, form=error_body)
+    app.add_middleware(WholeRequests, most=lambda _: most, form=openai_error)
     if key is not None:
-        app.add_middleware(KeyHolders, key=key, form=error_body)
-    app.add_middleware(OwnPagesOnly, local=local, form=error_body)
+        app.add_middleware(KeyHolders, key=key, form=openai_error)
+    app.add_middleware(OwnPagesOnly, local=local, form=openai_error)
     return app
 
 
@@ -221,9 +215,10 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.utils import Modality
 
+    from posttrain.models import tools_asked
     from posttrain.runtime import compat
     from posttrain.serving.served_answers import reader_of
-    from posttrain.serving.served_calls import CallReader, characters_of, tools_asked, whole_messages
+    from posttrain.serving.served_calls import CallReader, characters_of, whole_messages
 
     vocabulary, context = model.config.get_text_config().vocab_size, context_of(model)
     characters = context * max(map(len, chat.tokenizer.get_vocab()))
@@ -285,7 +280,8 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
             # Only these fields: transformers drops the content of a message with `tool_calls`, even an empty list.
             texts = [{"role": each["role"], "content": each.get("content") or ""} for each in messages]
             body["messages"] = self.get_processor_inputs_from_messages(texts, Modality.LLM)
-            tools = tools_asked(body, chat)
+            if tools := tools_asked(body):
+                chat.check_tools(tools)
             check_size(characters_of(body["messages"], messages, tools), characters, context)
             self.calls = CallReader(chat) if tools else None
             return chat.prompt(whole_messages(body["messages"], messages), tools)
@@ -302,18 +298,6 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
     return Chats, Texts
 
 
-async def hung_up(request: Request) -> None:
-    """Wait until the client of a request disconnects."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def error_body(message: str, status: int) -> dict[str, Any]:
-    """Return an error in the form of OpenAI's interface."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
 async def as_openai_streams(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
     """Yield a stream of transformers with the end of an OpenAI stream.
 
@@ -321,7 +305,7 @@ async def as_openai_streams(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
     """
     async for piece in pieces:
         before, error, words = piece.partition('data: {"error": "')  # within JSON each quote has a backslash
-        yield before + (f"data: {json.dumps(error_body(' '.join(words[:-4].split()), 500))}\n\n" if error else "")
+        yield before + (f"data: {json.dumps(openai_error(' '.join(words[:-4].split()), 500))}\n\n" if error else "")
     yield "data: [DONE]\n\n"
 
 

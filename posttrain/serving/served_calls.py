@@ -9,27 +9,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from posttrain.models import Said, tools_key
+from posttrain.models import Said
 from posttrain.serving.served_answers import Cutter
-from posttrain.types import UserError
 
 if TYPE_CHECKING:
     from posttrain.models import Chat, Message
 
-MOST_TOOLS = 128  # as OpenAI's
 OF_CALLS = ("tool_calls", "tool_call_id", "name")  # keys of messages
-
-
-def tools_asked(body: dict[str, Any], chat: Chat) -> list[dict[str, Any]]:
-    """Return the schemas that the model is shown, and take them out of a request; UserError if it cannot call them."""
-    tools, choice = body.pop("tools", None) or [], body.pop("tool_choice", None)
-    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
-        raise UserError(f"tools is not a list of at most {MOST_TOOLS} functions.")
-    tools_key(tools)
-    if not tools or choice == "none":
-        return []
-    chat.check_tools(tools)
-    return tools
 
 
 def whole_messages(messages: list[Message], given: list[dict[str, Any]]) -> list[Message]:

@@ -17,7 +17,8 @@ from envs.frozen_lake import FrozenLake
 from envs.process_state import ProcessState, keep_process_state
 from envs.protocol import Protocol
 from posttrain.models.chat import Chat
-from posttrain.rollout.episodes import FULL, Game, set_up, take_turns
+from posttrain.rollout.episodes import FULL, set_up
+from posttrain.rollout.game import Game, take_turns
 from posttrain.types import Completion
 
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {

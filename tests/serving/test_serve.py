@@ -26,10 +26,10 @@ from tiny_runs import ROOT
 
 from posttrain import config
 from posttrain.config.shared import ModelSection
-from posttrain.models import loading as models
+from posttrain.models import loading as models, requests
 from posttrain.models.chat import Chat
 from posttrain.rollout.episodes import complete, open_sampler
-from posttrain.serving import serve, served_answers, served_requests
+from posttrain.serving import serve, served_answers
 from posttrain.serving.served_answers import Cutter
 from posttrain.types import SamplingParams, UserError
 
@@ -483,7 +483,7 @@ def test_an_answer_without_a_limit_ends_with_the_context(client: openai.OpenAI, 
 
 
 def test_examples() -> None:
-    for module in (served_answers, served_requests):
+    for module in (served_answers, requests):
         assert doctest.testmod(module).attempted and not doctest.testmod(module).failed
 
 

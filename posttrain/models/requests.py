@@ -1,4 +1,4 @@
-"""What can a request to the OpenAI-compatible server ask for?  Anything else is refused with a message (status 400)."""
+"""What can a request by OpenAI's interface ask for?  Anything else is refused with a message (status 400)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import COLDEST
+from posttrain.models.tools import tools_key
 from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
-    from posttrain.models import Chat
+    from posttrain.models.chat import Chat
 
 EXTENSIONS = ("top_k", "min_p", "repetition_penalty")  # names of vLLM, not in OpenAI's interface
 # Fields that transformers ignores although they change the answer, with their values that change nothing.
@@ -47,6 +48,7 @@ GENERATION = ("max_new_tokens", "temperature", "top_p", *EXTENSIONS)  # the keys
 MOST_BIAS, MOST_STOPS = 100, 4  # as OpenAI's
 LONGEST_STOP = 64  # characters; searched after each token
 MOST_MESSAGES = 2048  # as OpenAI's
+MOST_TOOLS = 128  # as OpenAI's
 LONGEST = 1024  # new tokens of a request without a limit, as in transformers
 
 
@@ -118,6 +120,16 @@ def not_text(messages: Any) -> str | None:
         if message.get("tool_calls") and not calls:
             return f"messages holds tool_calls of the role {message['role']!r:.40}: only the assistant calls tools."
     return None if messages else "messages is empty."
+
+
+def tools_asked(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the schemas that the model is shown, and take them out of a request; UserError if they are not schemas."""
+    tools: Any = body.pop("tools", None) or []
+    choice = body.pop("tool_choice", None)
+    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
+        raise UserError(f"tools is not a list of at most {MOST_TOOLS} functions.")
+    tools_key(tools)
+    return [] if choice == "none" else tools
 
 
 def fit_context(body: dict[str, Any], settings: dict[str, Any], prompt: int, context: int) -> None:

@@ -1,0 +1,77 @@
+"""Which program answers a prompt instead of the model alone?  One that talks to the model by OpenAI's interface.
+
+    agent: [python, my_agent.py, "{{ question }}"]
+
+The program is started once for each episode, in a process group of its own, with two environment variables that the
+`openai` client reads by itself: OPENAI_BASE_URL and OPENAI_API_KEY. It finds its row as JSON on stdin, and in the parts
+of the command, which are Jinja templates over the row's columns.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from envs.prompts.rewards import Reward
+from envs.prompts.rows import filled
+
+OUTPUT = ("output", "exit_code")  # columns that reward functions are given beside those of the row
+
+
+class AgentProgram(NamedTuple):
+    """A program: its command, and its limits.
+
+    turns: answers of the model in an episode, after which it is truncated. seconds: that the program may take for all
+    of it, the time that it waits for the model aside. parallel: programs that run at the same time. port: of the
+    server that they talk to; 0 takes a free one. lost: the exit code with which a program says that it lost.
+    """
+
+    command: tuple[str, ...]
+    turns: int = 16
+    seconds: float = 600.0
+    parallel: int = 16
+    port: int = 0
+    lost: int | None = None
+
+    def words(self, row: Mapping[str, Any]) -> list[str]:
+        """Return the command for a row; ValueError where a template cannot be filled."""
+        return [filled(part, row, empty=True) if "{{" in part else part for part in self.command]
+
+    def ended_well(self, exit_code: int) -> bool:
+        """Return whether a program that ended so has not crashed."""
+        return exit_code in (0, self.lost)
+
+
+def agent_of(given: Sequence[str] | Mapping[str, Any], rewards: Sequence[Reward]) -> AgentProgram:
+    """Return the program that `agent` names; ValueError says what is wrong with it.
+
+    rewards: of the environment; that of the exit code knows which one is not a crash.
+    """
+    entry: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"command": given}
+    command: Any = entry.pop("command", None)
+    whole = isinstance(command, list | tuple) and command and all(isinstance(part, str) and part for part in command)
+    if not whole:
+        raise ValueError(
+            f"prompts: agent={given!r:.80} has no command: write a list, agent: [python, my_agent.py], or a mapping"
+            " with command and limits."
+        )
+    limits = {
+        "turns": (int, 1, 10_000),
+        "seconds": (float, 0.001, 1e6),
+        "parallel": (int, 1, 1024),
+        "port": (int, 0, 65535),
+    }
+    for key, value in entry.items():
+        if key not in limits:
+            raise ValueError(f"prompts: agent has no key {key}; it has command, {', '.join(limits)}.")
+        kind, low, high = limits[key]
+        if type(value) not in (int, kind) or not low <= value <= high:
+            raise ValueError(f"prompts: agent.{key} is {value!r:.40}, not a number from {low:g} to {high:g}.")
+    if shutil.which(command[0]) is None:
+        raise ValueError(
+            f"prompts: there is no program {command[0]}: write the path of one that may be executed, or the name of one"
+            " on PATH."
+        )
+    lost = next((each.function.keywords.get("lost") for each in rewards if each.title == "exit_code"), None)
+    return AgentProgram(tuple(command), **entry, lost=lost)

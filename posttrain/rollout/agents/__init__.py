@@ -1,0 +1,1 @@
+"""How do agent programs play?  They ask for turns at a server of the run, by OpenAI's interface."""

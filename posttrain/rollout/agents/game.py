@@ -1,0 +1,244 @@
+"""What is an episode of an agent program?  Contexts in which the model answered its requests, tied to a trajectory.
+
+A request that continues a former conversation, with its messages and answer unchanged, extends the context of that
+answer: the tokens that were sampled stay as they are. If that context has been continued already, the tokens up to that
+answer begin a new one. Any other request opens a new context. In each context only what was sampled there is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from envs.episode import Episode
+from envs.prompts import Prompts
+from posttrain.models import Chat, Message, Said
+from posttrain.rollout.agents.programs import ProgramEnd, RunningProgram
+from posttrain.rollout.agents.requests import (
+    CUT,
+    AgentAnswer,
+    Asked,
+    Refusal,
+    cut_answer,
+    following,
+    message_of,
+    plain_message,
+)
+from posttrain.types import Completion, Segment, Trajectory, UserError, derive_seed
+
+T = TypeVar("T")
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
+
+
+@dataclass(eq=False)
+class Branch:
+    """A context of an episode.
+
+    ids: of the whole context. segment: None until its first answer is written. handle: of the sampler's conversation
+    with just these ids, if it is open. busy: an answer is being written in it. messages: up to the last answer.
+    prompt: how many of these came before the first answer.
+    """
+
+    segment: Segment | None = None
+    handle: int | None = None
+    busy: bool = False
+    messages: list[Message] = field(default_factory=list[Message])
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
+class AnswerPlace:
+    """Where an answer ends in its context, and whether it ended with the stop token."""
+
+    branch: Branch
+    length: int
+    finished: bool
+
+
+@dataclass(eq=False)
+class PendingTurn:
+    """An answer that is being written: after `ids`, of which the last `new` are not in the segment of `branch` yet."""
+
+    game: AgentGame
+    asked: Asked
+    branch: Branch
+    ids: list[int]
+    new: int
+    seed: int
+    others: list[Asked] = field(default_factory=list[Asked])  # retries of the same request
+
+    @property
+    def wanted(self) -> bool:
+        """Return whether somebody still waits for it."""
+        return not all(asked.left for asked in (self.asked, *self.others))
+
+
+class AgentGame:
+    """An episode whose turns are asked for by a program. All methods are called in one thread.
+
+    most_tokens: of a prompt.
+    """
+
+    def __init__(self, chat: Chat, episode: Episode, most_tokens: float, seed: int) -> None:
+        assert isinstance(episode.env, Prompts) and episode.env.agent is not None
+        self.chat, self.env, self.most_tokens = chat, episode.env, most_tokens
+        self.agent = episode.env.agent
+        self.program: RunningProgram | None = None  # while it runs
+        self.trajectory = Trajectory(
+            env=episode.env.title,
+            level_key=episode.level_key,
+            level_seed=episode.seed,
+            noise_seed=episode.noise_seed,
+            seed=seed,
+        )
+        self.pending: list[PendingTurn] = []
+        self.branches: list[Branch] = []  # those with an answer, in the order of their last one
+        self.over = self.out_of_context = self.out_of_turns = False
+        self._places: dict[str, AnswerPlace] = {}  # by the digest of a conversation that ends with an answer
+        self._answers: dict[str, AgentAnswer] = {}  # the last answer to each request
+        self._asked: dict[str, int] = {}  # how often each request has been answered
+
+    def begin_turn(self, asked: Asked) -> PendingTurn | None:
+        """Return the turn that a request asks for; None where the request needs none: it has its answer by then."""
+        if self.over:
+            asked.answer.set_result(Refusal(410, "This episode is over."))
+            return None
+        if asked.retry and self._repeats(asked):
+            return None
+        if len(self.trajectory.turn_rewards) + len(self.pending) >= self.agent.turns:
+            self.out_of_turns = True
+            asked.answer.set_result(Refusal(403, f"All {self.agent.turns} answers of this episode are used up."))
+            if self.program:
+                self.program.stop()
+            return None
+        try:
+            branch, ids, new = self._context(asked)
+        except UserError as error:
+            asked.answer.set_result(Refusal(400, str(error)))
+            return None
+        if len(ids) > self.most_tokens:
+            self.out_of_context = True
+            words = f"The prompt has {len(ids)} tokens, and a prompt of this run has at most {self.most_tokens:g}."
+            asked.answer.set_result(Refusal(400, words, TOO_LONG))
+            return None
+        again = self._asked.get(asked.digest, 0) + sum(turn.asked.digest == asked.digest for turn in self.pending)
+        seed = derive_seed(self.trajectory.seed, "request", asked.digest, again)
+        turn = PendingTurn(self, asked, branch, ids, new, seed)
+        branch.busy = True
+        self.pending.append(turn)
+        return turn
+
+    def end_turn(self, turn: PendingTurn, completion: Completion) -> bool:
+        """Record an answer and send it; return whether the sampler's conversation still has the context's ids.
+
+        An answer that nobody waits for any more is not a part of the episode.
+        """
+        self.pending.remove(turn)
+        turn.branch.busy = False
+        if self.over or not turn.wanted:
+            return False
+        asked, branch, trajectory = turn.asked, turn.branch, self.trajectory
+        kept, text, cut = cut_answer(completion, asked, self.chat)
+        if branch.segment is None:
+            branch.segment, branch.prompt = Segment(turn.ids[: len(turn.ids)]), len(asked.messages)
+        else:
+            branch.segment.read(turn.ids[len(turn.ids) - turn.new :])
+        branch.segment.write(trajectory.turns, kept)
+        trajectory.turn_rewards.append(0.0)
+        trajectory.turn_penalties.append(0.0)
+        trajectory.state_keys.append(asked.digests[-1])
+        trajectory.versions.append(kept.version)
+        trajectory.unfinished_turns += cut
+        answer = self._answer(asked, text, cut, len(turn.ids), len(kept.ids))
+        message = plain_message(answer.message)
+        branch.messages = [*asked.messages, message]
+        self.branches = [each for each in self.branches if each is not branch] + [branch]
+        self._places[following(asked.digests[-1], message)] = AnswerPlace(
+            branch, len(branch.segment.ids), kept.finished
+        )
+        self._answers[asked.digest] = answer
+        self._asked[asked.digest] = self._asked.get(asked.digest, 0) + 1
+        for each in (asked, *turn.others):
+            each.answer.set_result(answer)
+        return len(kept.ids) == len(completion.ids)
+
+    def end(self, ended: ProgramEnd) -> None:
+        """Record how the program ended."""
+        trajectory, last = self.trajectory, self.branches[-1] if self.branches else None
+        self.over = True
+        for turn in self.pending:
+            for each in (turn.asked, *turn.others):
+                each.answer.set_result(Refusal(410, "This episode is over."))
+        self._order_turns()
+        trajectory.messages = [message for branch in self.branches for message in branch.messages]
+        trajectory.out_of_context = self.out_of_context and bool(ended.problem)
+        trajectory.truncated = self.out_of_turns or trajectory.out_of_context
+        trajectory.terminated = not trajectory.truncated
+        if last is None:
+            reason = ended.problem or "it ended with exit code 0"
+            trajectory.crashed = f"The program asked the model for no answer: {reason}"
+        elif ended.problem and not trajectory.truncated:
+            trajectory.crashed = f"The program crashed: {ended.problem}"
+        else:
+            prompt, said = last.messages[: last.prompt], last.messages[last.prompt :]
+            self.env.played(prompt, said, ended.output, ended.exit_code)
+            trajectory.unscored = self.env
+        trajectory.terminated = trajectory.terminated and not trajectory.crashed
+
+    # ------------------------------------------------------------------ contexts
+
+    def _context(self, asked: Asked) -> tuple[Branch, list[int], int]:
+        """Return the context of a request, its ids, and how many of them are new to its segment."""
+        tools = {"tools": asked.tools} if asked.tools else {}
+        if asked.tools:
+            self.chat.check_tools(asked.tools)
+        known = next((k for k in range(len(asked.messages) - 1, 0, -1) if asked.digests[k] in self._places), None)
+        if known is None:
+            ids = self.chat.prompt(asked.messages, **tools)
+            return Branch(), ids, len(ids)
+        place = self._places[asked.digests[known]]
+        assert place.branch.segment is not None
+        new = self.chat.extend(asked.messages[known:], finished=place.finished, **tools)
+        before = place.branch.segment.ids
+        if len(before) == place.length and not place.branch.busy:
+            return place.branch, before + new, len(new)
+        ids = before[: place.length] + new
+        return Branch(), ids, len(ids)
+
+    def _repeats(self, asked: Asked) -> bool:
+        """Return whether a client repeats a request, which is then answered as before or with the turn under way."""
+        for turn in self.pending:
+            if turn.asked.digest == asked.digest:
+                turn.others.append(asked)
+                return True
+        if asked.digest in self._answers:
+            asked.answer.set_result(self._answers[asked.digest])
+            return True
+        return False
+
+    def _answer(self, asked: Asked, text: str, cut: bool, prompt_tokens: int, tokens: int) -> AgentAnswer:
+        said = self.chat.read_calls(text) if asked.tools else Said(text, [])
+        if any(call.error for call in said.calls):  # it stays text
+            said = Said(text, [])
+        number = hashlib.blake2b(f"{asked.digest}{self.trajectory.turns}".encode(), digest_size=6).hexdigest()
+        reason = CUT if cut else "tool_calls" if said.calls else "stop"
+        return AgentAnswer(message_of(said, number), reason, prompt_tokens, tokens)
+
+    def _order_turns(self) -> None:
+        """Number the turns anew, so that those of a context follow each other, the context of the last turn last."""
+        trajectory = self.trajectory
+        trajectory.segments = [branch.segment for branch in self.branches if branch.segment is not None]
+        order = [turn for segment in trajectory.segments for turn in segment.turns]
+
+        def ordered(values: Sequence[T]) -> list[T]:
+            return [values[turn] for turn in order]
+
+        trajectory.turn_rewards = ordered(trajectory.turn_rewards)
+        trajectory.turn_penalties = ordered(trajectory.turn_penalties)
+        trajectory.state_keys, trajectory.versions = ordered(trajectory.state_keys), ordered(trajectory.versions)
+        first = 0
+        for segment in trajectory.segments:
+            segment.turns = list(range(first, first + len(segment.turns)))
+            segment.first_turn, first = first, first + len(segment.turns)

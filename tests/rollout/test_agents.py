@@ -1,0 +1,450 @@
+"""Are the turns that an agent program asks for tied to its episode, and trained in the contexts they were sampled in?
+
+Most programs here are of the standard library alone, which starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from test_rollout import model as model  # a fixture
+from transformers import PreTrainedModel
+
+from posttrain.config import EnvSection, ProtocolSection
+from posttrain.models.chat import Chat
+from posttrain.rollout.agents import programs
+from posttrain.rollout.agents.programs import Clock
+from posttrain.rollout.engines.base import Histories
+from posttrain.rollout.episodes import Context, new_episode, open_sampler, play
+from posttrain.types import Completion, SamplingParams, Trajectory
+
+PARAMS = SamplingParams(max_new_tokens=64)
+ROOT = Path(__file__).parents[2]
+ASK = """
+import http.client, json, os, sys, time
+from urllib.parse import urlsplit
+
+def send(body, path="/chat/completions", headers={}, key=None, timeout=60):
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout)
+    key = os.environ["OPENAI_API_KEY"] if key is None else key
+    connection.request("POST", url.path + path, json.dumps(body), {"Authorization": f"Bearer {key}", **headers})
+    reply = connection.getresponse()
+    return reply.status, reply.read().decode()
+
+def ask(messages, **more):
+    status, text = send({"model": "any", "messages": messages, **more})
+    assert status == 200, text
+    return json.loads(text)["choices"][0]
+
+def user(text): return {"role": "user", "content": text}
+def said(choice): return {"role": "assistant", "content": choice["message"]["content"]}
+row = json.load(sys.stdin)
+"""
+
+
+class Answering(Histories):
+    """An engine that writes what a function of the conversation's text says. With `pause` each turn takes a while."""
+
+    def __init__(self, chat: Chat, answer: Callable[[str], str], pause: float = 0.0) -> None:
+        super().__init__()
+        self.chat, self.answer, self.pause = chat, answer, pause
+        self.most_open = self.written = 0
+
+    def converse(self, turns, params, then) -> None:
+        while turns:
+            self.most_open = max(self.most_open, len(self._ids))
+            time.sleep(self.pause)
+            finished = []
+            for handle, _ in turns:
+                text = self.answer(self.chat.tokenizer.decode(self._ids[handle]))
+                ids = [*self.chat.content_ids(text), self.chat.stop_id][: params.max_new_tokens]
+                self._ids[handle] += ids
+                self.written += 1
+                done = ids[-1] == self.chat.stop_id
+                finished.append((handle, Completion(ids, [-0.5] * len(ids), done)))
+            turns = then(finished)
+
+
+def section(tmp_path: Path, code: str, *, rewards: Any = None, **agent: Any) -> EnvSection:
+    """An environment whose agent is a program of this code, after ASK; its rows ask "What is n?"."""
+    (tmp_path / "agent.py").write_text(ASK + textwrap.dedent(code))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"What is {n}?", "answer": str(n)}) + "\n" for n in range(40)))
+    command = [sys.executable, str(tmp_path / "agent.py")]
+    options = {"path": str(rows), "rewards": rewards or ["math"], "agent": {"command": command} | agent}
+    return EnvSection(name="prompts", options=options)
+
+
+def played(sampler: Any, chat: Chat, env: EnvSection, count: int = 1, **more: Any) -> list[Trajectory]:
+    episodes = [new_episode(env, ProtocolSection(), n, "train") for n in range(count)]
+    for episode in episodes:
+        assert not isinstance(episode, Trajectory), episode.crashed
+    return play(sampler, chat, episodes, PARAMS, list(range(count)), **more)
+
+
+def sampled(chat: Chat, trajectory: Trajectory) -> list[str]:
+    """The text of each turn."""
+    return [
+        chat.decode(segment.ids[start:end])
+        for segment in trajectory.segments
+        for start, end in zip(segment.turn_starts, segment.turn_ends, strict=True)
+    ]
+
+
+def echo(text: str) -> str:
+    """Answer with the number of answers so far."""
+    return f"answer {text.count('assistant')}"
+
+
+def test_a_conversation_is_one_context_of_exactly_the_sampled_tokens(tmp_path: Path, tiny_chat: Chat) -> None:
+    env = section(
+        tmp_path,
+        """
+        messages = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, user(row["question"])]
+        for n in range(3):
+            messages += [said(ask(messages)), user(f"And {n}? <|im_end|>")]
+        print("done")
+        """,
+    )
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, env)
+    assert (t.crashed, t.turns, t.terminated, t.truncated, t.failure) == ("", 3, True, False, "wrong answer")
+    (segment,) = t.segments
+    assert t.messages[0] == {"role": "system", "content": "Be brief."} and len(t.messages) == 7
+    whole = tiny_chat.encode(t.messages)
+    assert segment.ids == whole.ids[: len(segment.ids)] and segment.mask == whole.mask[: len(segment.ids)]
+    assert sampled(tiny_chat, t) == ["answer 1", "answer 2", "answer 3"]
+    assert len(set(t.state_keys)) == 3 and t.turn_rewards == [0.0, 0.0, 0.0]
+
+
+def test_a_fork_shares_the_tokens_before_it_and_other_histories_are_not_trained(
+    tmp_path: Path, tiny_chat: Chat
+) -> None:
+    env = section(
+        tmp_path,
+        """
+        start = [user(row["question"])]
+        first = said(ask(start))
+        a = [*start, first, user("left")]
+        b = [*start, first, user("right")]
+        left = said(ask(a))
+        said(ask(b))                                                        # the context before it is continued twice
+        said(ask([user("x"), {"role": "assistant", "content": "words of another model"}, user("y")]))
+        said(ask([*a, left, user("again")]))                                # and the first one goes on
+        """,
+    )
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, env)
+    assert t.crashed == "" and t.turns == 5 and len(t.segments) == 3
+    fork, other, first = t.segments  # the context of the last turn is the last
+    assert [s.turns for s in t.segments] == [[0], [1], [2, 3, 4]] and [s.first_turn for s in t.segments] == [0, 1, 2]
+    shared = first.turn_ends[0]
+    assert fork.ids[:shared] == first.ids[:shared] and fork.ids[shared:] != first.ids[shared : len(fork.ids)]
+    assert not any(fork.mask[:shared]) and sum(fork.mask) == fork.turn_ends[0] - fork.turn_starts[0]
+    assert "another model" in tiny_chat.tokenizer.decode(other.ids) and sum(other.mask) == len(
+        other.ids[other.turn_starts[0] :]
+    )
+    assert t.tokens == sum(sum(s.mask) for s in t.segments) == len(t.sampled_logprobs)
+
+
+def test_a_repeated_request_gets_the_same_answer_once(tmp_path: Path, tiny_chat: Chat) -> None:
+    env = section(
+        tmp_path,
+        """
+        body = {"messages": [user(row["question"])]}
+        first = send(body)
+        again = send(body, headers={"x-stainless-retry-count": "1"})
+        assert json.loads(first[1])["choices"] == json.loads(again[1])["choices"]
+        other = send(body)  # the same question on purpose: another sample
+        assert other[0] == 200
+        """,
+    )
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, env)
+    assert t.crashed == "" and t.turns == 2 and len(t.segments) == 2
+
+
+def test_an_answer_that_nobody_waits_for_is_no_turn(tmp_path: Path, tiny_chat: Chat) -> None:
+    env = section(
+        tmp_path,
+        """
+        messages = [user(row["question"])]
+        try:
+            send({"messages": messages}, timeout=0.1)
+        except TimeoutError:
+            pass
+        status, text = send({"messages": messages}, headers={"x-stainless-retry-count": "1"})
+        print(json.loads(text)["choices"][0]["message"]["content"])
+        """,
+        rewards=[f"{__name__}:printed"],
+    )
+    sampler = Answering(tiny_chat, echo, pause=0.6)
+    (t,) = played(sampler, tiny_chat, env)
+    assert (t.crashed, t.turns, t.reward, t.success) == ("", 1, 1.0, True)
+
+
+def printed(prompts: Any, completions: Any, output: list[str], exit_code: list[int], **columns: Any) -> list[float]:
+    """Whether a program printed the last answer; rewards see messages, the row and how the program ended."""
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts) and exit_code == [0] * len(output)
+    return [float(text.strip() == said[-1]["content"]) for text, said in zip(output, completions, strict=True)]
+
+
+def test_answers_end_where_the_program_says(tmp_path: Path, tiny_chat: Chat) -> None:
+    env = section(
+        tmp_path,
+        """
+        messages = [user("one")]
+        a = ask(messages, stop=["Result:", "never"])
+        assert (a["message"]["content"], a["finish_reason"]) == ("Action: add ", "stop"), a
+        b = ask([*messages, said(a), user("two")], max_tokens=3)
+        assert b["finish_reason"] == "length", b
+        c = ask([*messages, said(a), user("two"), said(b), user("three")], max_completion_length=None)
+        assert c["finish_reason"] == "stop" and "Result: 5" in c["message"]["content"], c
+        """,
+    )
+    (t,) = played(Answering(tiny_chat, lambda text: "Action: add Result: 5 and more"), tiny_chat, env)
+    assert t.crashed == "" and t.turns == 3 and t.unfinished_turns == 1
+    (segment,) = t.segments
+    first = tiny_chat.decode(segment.ids[segment.turn_starts[0] : segment.turn_ends[0]])
+    assert first.startswith("Action: add Result:") and "and more" not in first
+    assert segment.ids[segment.turn_ends[0]] == tiny_chat.stop_id and not segment.mask[segment.turn_ends[0]]
+    assert segment.turn_ends[1] - segment.turn_starts[1] == 3
+
+
+HOSTILE = {
+    "never_calls": ("", {}, "asked the model for no answer: it ended with exit code 0", 0),
+    "raises": ("ask([user('a')]); 1 / 0", {}, "exit code 1: ZeroDivisionError", 1),
+    "hangs": ("ask([user('a')]); time.sleep(60)", {"seconds": 1.0}, "took more than 1 s", 1),
+    "ignores_sigterm": (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); ask([user('a')]); time.sleep(60)",
+        {"seconds": 1.0},
+        "took more than 1 s",
+        1,
+    ),
+    "kills_itself": ("ask([user('a')]); os.kill(os.getpid(), 9)", {}, "exit code -9", 1),
+    "prints_endlessly": ("ask([user('a')])\nwhile True: print('x' * 100000)", {}, "printed more than", 1),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_crashed_program_counts_as_crashed(
+    tmp_path: Path, tiny_chat: Chat, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, limits, words, turns = HOSTILE[kind]
+    monkeypatch.setattr(programs, "GRACE", 0.3)
+    monkeypatch.setattr(programs, "MOST_OUTPUT", 1 << 20)
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, section(tmp_path, code, **limits))
+    assert words in t.crashed and t.turns == turns and not t.success and not t.terminated and t.reward == 0
+
+
+def test_a_program_that_never_ends_is_truncated_and_scored(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        messages = [user(row["question"])]
+        while True:
+            messages += [said(ask(messages)), user("go on")]
+        """
+    (t,) = played(Answering(tiny_chat, lambda text: "7 0 1"), tiny_chat, section(tmp_path, code, turns=3))
+    assert (t.crashed, t.turns, t.truncated, t.terminated) == ("", 3, True, False)
+    assert t.failure == "wrong answer" and len(t.messages) == 6
+
+
+def test_what_a_program_started_ends_with_it(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = f"""
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+        if os.fork() == 0:
+            time.sleep(600)
+        ask([user("a")])
+        os._exit(0)
+        """
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, section(tmp_path, code))
+    assert t.crashed == "" and t.turns == 1
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):
+        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.05)
+    raise AssertionError("it still runs")
+
+
+def test_the_exit_code_can_be_the_reward(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        ask([user(row["question"])])
+        sys.exit([0, 3, 5][int(row["answer"]) % 3])
+        """
+    env = section(tmp_path, code, rewards=[{"name": "exit_code", "lost": 3}])
+    for t in played(Answering(tiny_chat, echo), tiny_chat, env, 12):
+        kind = int(t.level_key.removeprefix("What is ").removesuffix("?")) % 3
+        assert (t.success, t.reward) == (kind == 0, float(kind == 0))
+        assert ("exit code 5" in t.crashed) == (kind == 2) and bool(t.crashed) == (kind == 2)
+
+
+def test_a_prompt_that_is_too_long_is_refused_as_openai_does(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        messages = [user(row["question"])]
+        while True:
+            messages += [said(ask(messages)), user("word " * 30)]
+        """
+    env = section(tmp_path, code)
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, env, context=Context(max_tokens=256))
+    assert (t.crashed, t.truncated, t.out_of_context) == ("", True, True) and 0 < t.context <= 256
+
+
+def test_what_cannot_be_answered_is_refused(tmp_path: Path, tiny_chat: Chat) -> None:
+    env = section(
+        tmp_path,
+        """
+        good = {"messages": [user("a")]}
+        seen = [
+            send(good, key="wrong"), send(good | {"n": 2}), send({"messages": []}), send({"messages": 3}),
+            send(good, path="/responses"), send({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+            send({"messages": [{"role": "stranger", "content": "a"}]}), send(good | {"tools": [{"name": "x"}]}),
+            send([1]), send({"messages": [{"role": "assistant", "tool_calls": [3]}]}), send(good | {"stop": 3}),
+        ]
+        assert [status for status, _ in seen] == [401, 400, 400, 400, 404, 400, 400, 400, 400, 400, 400], seen
+        assert all("message" in json.loads(text)["error"] for _, text in seen), seen
+        ask([user("a")])
+        """,
+    )
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, env)
+    assert t.crashed == "" and t.turns == 1
+
+
+def test_many_programs_are_the_same_whatever_runs_beside_them(
+    tmp_path: Path, tiny_chat: Chat, model: PreTrainedModel
+) -> None:
+    """With the real engine: each turn's log-probs are those of its context, and order and company change nothing."""
+    env = section(
+        tmp_path,
+        """
+        import random, threading
+        time.sleep(random.random() / 5)
+        messages = [user(row["question"])]
+        messages += [said(ask(messages)), user("more")]
+        jobs = [threading.Thread(target=lambda n=n: ask([*messages, user(str(n))])) for n in range(3)]
+        for job in jobs: job.start()
+        for job in jobs: job.join()
+        said(ask(messages))
+        """,
+    )
+    once = played(open_sampler(model, tiny_chat), tiny_chat, env, 4, slots=3)
+    alone = played(open_sampler(model, tiny_chat), tiny_chat, env, 2, slots=1)
+    for t in once:
+        assert t.crashed == "" and t.turns == 5 and t.tokens
+        for segment in t.segments:
+            ids = torch.tensor([segment.ids])
+            logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            mask = torch.tensor(segment.mask)
+            torch.testing.assert_close(torch.tensor(segment.logprobs)[mask], logprobs[mask[1:]], atol=1e-4, rtol=0)
+    for a, b in zip(once, alone, strict=False):
+        assert sorted(s.ids for s in a.segments) == sorted(s.ids for s in b.segments)
+
+
+def test_no_more_conversations_are_open_than_slots(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        for n in range(4):
+            said(ask([user(row["question"] + str(n))]))
+        """
+    sampler = Answering(tiny_chat, echo)
+    found = played(sampler, tiny_chat, section(tmp_path, code, parallel=8), 8, slots=3)
+    assert all(t.turns == 4 and t.crashed == "" for t in found) and sampler.most_open <= 3 and not sampler._ids
+
+
+@pytest.mark.thorough
+def test_an_unmodified_agent_sixteen_at_once(tmp_path: Path, tiny_chat: Chat) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"question": f"What is {n} * 3?", "answer": str(3 * n)}) + "\n" for n in range(60))
+    )
+    command = [sys.executable, str(ROOT / "examples/own_agent.py"), "{{ question }}"]
+    env = EnvSection(name="prompts", options={"path": str(rows), "rewards": ["math"], "agent": command})
+
+    def react(text: str) -> str:
+        question = text.partition("What is ")[2].partition("?")[0]
+        if "Result: " in text.partition("Final: 14")[2]:
+            return f"Final: {text.rpartition('Result: ')[2].partition('<')[0].strip()}"
+        return f"I compute.\nAction: calculate[{question}]\nResult: 99"
+
+    found = played(Answering(tiny_chat, react), tiny_chat, env, 16)
+    assert [(t.crashed, t.success, t.turns, len(t.segments)) for t in found] == [("", True, 2, 1)] * 16
+
+
+@pytest.mark.thorough
+def test_tools_and_streams_through_the_openai_client(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        import openai
+        client = openai.OpenAI()
+        tools = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
+            "type": "object", "properties": {"a": {"type": "integer", "description": "x"}}, "required": ["a"]}}}]
+        messages = [user(row["question"])]
+        reply = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0]
+        assert reply.finish_reason == "tool_calls" and reply.message.tool_calls[0].function.name == "add"
+        assert json.loads(reply.message.tool_calls[0].function.arguments) == {"a": 1}
+        messages += [reply.message, {"role": "tool", "tool_call_id": reply.message.tool_calls[0].id, "content": "2"}]
+        stream = client.chat.completions.create(
+            model="m", messages=messages, tools=tools, stream=True, stream_options={"include_usage": True})
+        pieces = list(stream)
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+        assert text == "It is 2." and pieces[-1].usage.completion_tokens > 0
+        print([model.id for model in client.models.list()])
+        """
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    answer = Answering(tiny_chat, lambda text: "It is 2." if "tool_response" in text else call)
+    (t,) = played(answer, tiny_chat, section(tmp_path, code))
+    assert t.crashed == "" and t.turns == 2 and len(t.segments) == 1
+    assert sampled(tiny_chat, t) == [call, "It is 2."]
+
+
+def test_the_clock_stands_still_while_the_model_writes() -> None:
+    clock = Clock()
+    clock.wait(1)
+    clock.wait(1)
+    time.sleep(0.2)
+    clock.wait(-1)
+    time.sleep(0.1)
+    clock.wait(-1)
+    assert clock.seconds() < 0.1
+    time.sleep(0.1)
+    assert 0.05 < clock.seconds() < 0.25
+
+
+@pytest.mark.parametrize(
+    "agent, words",
+    [
+        ([], "has no command"),
+        ({}, "has no command"),
+        ([3], "has no command"),
+        (["no-such-program"], "there is no program no-such-program"),
+        ({"command": ["python3"], "second": 3}, "has no key second"),
+        ({"command": ["python3"], "seconds": 0}, "seconds is 0"),
+        ({"command": ["python3"], "turns": True}, "turns is True"),
+    ],
+)
+def test_a_wrong_agent_is_said_at_once(agent: Any, words: str) -> None:
+    from posttrain.rollout.episodes import open_env
+
+    with pytest.raises(ValueError, match=words):
+        open_env(EnvSection(name="prompts", options={"agent": agent}))
+
+
+def test_a_port_in_use_is_said(tmp_path: Path, tiny_chat: Chat) -> None:
+    import socket
+
+    from posttrain.types import UserError
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        env = section(tmp_path, "ask([user('a')])", port=taken.getsockname()[1])
+        with pytest.raises(UserError, match=r"nothing can listen at port .* agent\.port"):
+            played(Answering(tiny_chat, echo), tiny_chat, env)
+    assert threading.active_count() < 50
