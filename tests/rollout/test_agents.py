@@ -422,7 +422,7 @@ def test_the_clock_stands_still_while_the_model_writes() -> None:
     [
         ([], "has no command"),
         ({}, "has no command"),
-        ([3], "has no command"),
+        ([""], "has no command"),
         (["no-such-program"], "there is no program no-such-program"),
         ({"command": ["python3"], "second": 3}, "has no key second"),
         ({"command": ["python3"], "seconds": 0}, "seconds is 0"),
