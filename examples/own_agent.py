@@ -2,14 +2,15 @@
 
     python examples/own_agent.py "What is 12 * 12?"
 
-It asks the server in OPENAI_BASE_URL with the key in OPENAI_API_KEY, whichever that is.
-configs/agent.yaml trains the model behind it.
+It asks the server in OPENAI_BASE_URL with the key in OPENAI_API_KEY, whichever that is. docs/own.md trains the model
+behind it.
 """
 
 import ast
 import operator
 import re
 import sys
+from typing import Any
 
 import openai
 
@@ -23,12 +24,12 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 def calculate(expression: str) -> str:
     """Return the value of an arithmetic expression, read as a tree: nothing in it is run."""
 
-    def value(node: ast.expr) -> float:
+    def value(node: Any) -> float:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -value(node.operand)
-        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
             return node.value
         raise ValueError("only numbers, + - * / and parentheses are known")
 
@@ -40,7 +41,7 @@ def calculate(expression: str) -> str:
 
 def main(question: str) -> None:
     client = openai.OpenAI()
-    messages = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
+    messages: list[Any] = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
     for _ in range(6):
         reply = client.chat.completions.create(model="policy", messages=messages, stop=["Result:"])
         answer = reply.choices[0].message.content or ""

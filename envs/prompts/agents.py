@@ -9,7 +9,9 @@ of the command, which are Jinja templates over the row's columns.
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +45,11 @@ class AgentProgram(NamedTuple):
         return exit_code in (0, self.lost)
 
 
+def search_path() -> str:
+    """Return where programs are looked for: `python` is the Python that runs this, then PATH."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+
+
 def agent_of(given: Sequence[str] | Mapping[str, Any], rewards: Sequence[Reward]) -> AgentProgram:
     """Return the program that `agent` names; ValueError says what is wrong with it.
 
@@ -68,7 +75,7 @@ def agent_of(given: Sequence[str] | Mapping[str, Any], rewards: Sequence[Reward]
         kind, low, high = limits[key]
         if type(value) not in (int, kind) or not low <= value <= high:
             raise ValueError(f"prompts: agent.{key} is {value!r:.40}, not a number from {low:g} to {high:g}.")
-    if shutil.which(command[0]) is None:
+    if shutil.which(command[0], path=search_path()) is None:
         raise ValueError(
             f"prompts: there is no program {command[0]}: write the path of one that may be executed, or the name of one"
             " on PATH."

@@ -155,7 +155,9 @@ def different_titles(envs: Sequence[EnvSection]) -> None:
 
 
 def whole_context_with_tools(envs: Sequence[EnvSection], context: str, key: str) -> None:
-    """Raise an error where a list of environments has tools, whose results only `context: full` keeps."""
+    """Raise an error where a list of environments has tools or an agent, which need `context: full`."""
+    if context != "full" and (named := next((env for env in envs if env.options.get("agent")), None)):
+        raise wrong(f"{named.title} is played by a program, which writes its prompts itself: write `{key}: full`")
     if context != "full" and (named := next((env for env in envs if env.tools), None)):
         raise wrong(
             f"{named.title} has tools, whose answers stand in the conversation as a whole: write `{key}: full`, or"

@@ -278,6 +278,9 @@ class StarPORun(TrainingRun):
     def _envs_fit(self) -> StarPORun:
         different_titles(self.envs)
         whole_context_with_tools(self.envs, self.rollout.context, "rollout.context")
+        programs = [env.title for env in self.envs if env.options.get("agent")]
+        if programs and self.rollout.max_staleness:
+            raise wrong(f"{programs[0]} is played by a program, which cannot play ahead: leave out `max_staleness`")
         titles = [env.title for env in self.envs]
         for n, env in enumerate(self.envs):
             if env.after is not None and env.after not in titles[:n]:

@@ -112,11 +112,17 @@ def ask_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, judge: MathJud
     from posttrain.evaluation.endpoint import Client
     from posttrain.evaluation.endpoints import counting_chat, replies_file
     from posttrain.evaluation.text_episodes import TextChat, TextSampler
+    from posttrain.rollout import has_agent, open_env
 
     chat, params = counting_chat(cfg), task.params
     assert params is not None
     with Client(cfg.endpoints[name], replies_file(cfg, name, task)) as client:
         if task.suite == "envs":
+            if has_agent(open_env(env_section(cfg, task.part))):
+                raise UserError(
+                    f"{task.part} is played by a program, which needs a local checkpoint: leave out endpoints, or set"
+                    f" OPENAI_BASE_URL to that of {name} and run the program itself."
+                )
             text_chat = TextChat(chat)
             return play_levels(
                 cfg, task, tick, TextSampler(client, text_chat), text_chat, cfg.endpoints[name].concurrency

@@ -6,6 +6,7 @@ from .engines.sampling import sample_tokens as sample_tokens, uniforms as unifor
 from .engines.slots import PREFILL_TOKENS as PREFILL_TOKENS, whole_blocks as whole_blocks
 from .episodes import (
     complete as complete,
+    has_agent as has_agent,
     most_turns as most_turns,
     new_episode as new_episode,
     open_env as open_env,

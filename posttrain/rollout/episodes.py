@@ -81,6 +81,8 @@ def open_env(section: EnvSection, **more: object) -> TextEnv:
     """Return a new environment as the config describes it; `more` are further options. ValueError if one is wrong."""
     with keep_process_state(section.name):
         env = envs.make(section.name, **section.options, **more)
+        if section.tools and has_agent(env):
+            raise ValueError("the program of `agent` has its own tools: leave out `tools`.")
         if section.tools:
             env.tools = [*env.tools, *tools_of(section.tools)]
     env.label, env.max_calls, env.call_seconds = section.title, section.max_calls, section.call_seconds

@@ -46,13 +46,15 @@ def open_played_env(cfg: ChatRun, name: str) -> TextEnv:
         UserError: there is no such environment, or it cannot be played with `protocol.parser`.
     """
     from posttrain.config import check_parser
-    from posttrain.rollout import open_env
+    from posttrain.rollout import has_agent, open_env
 
     section = next((env for env in cfg.envs if env.title == name), EnvSection(name=name))
     try:
         env = open_env(section)
     except (ValueError, TypeError) as error:  # TypeError: an option of the wrong type, size=big
         raise UserError(f"--play {name}: {error}") from error
+    if has_agent(env):
+        raise UserError(f"--play {name}: a program plays it. Run that program itself, with `posttrain serve`.")
     check_parser(cfg.protocol, env)
     return env
 

@@ -164,7 +164,7 @@ def advice_text(cfg: StarPORun, starts: Mapping[str, Start], parameters: int, se
 
 def first_advice(cfg: StarPORun, learner: Learner, groups: Sequence[Sequence[Trajectory]], parameters: int) -> str:
     """Return the same by what the first step played, before anything was learned from it."""
-    titles = {group[0].env for group in groups}
+    titles = dict.fromkeys(group[0].env for group in groups)  # in the same order in all processes
     starts = {
         title: measure_start(learner, [group for group in groups if group[0].env == title], title) for title in titles
     }

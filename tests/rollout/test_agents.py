@@ -67,7 +67,7 @@ class Answering(Histories):
             time.sleep(self.pause)
             finished = []
             for handle, _ in turns:
-                text = self.answer(self.chat.tokenizer.decode(self._ids[handle]))
+                text = self.answer(str(self.chat.tokenizer.decode(self._ids[handle])))
                 ids = [*self.chat.content_ids(text), self.chat.stop_id][: params.max_new_tokens]
                 self._ids[handle] += ids
                 self.written += 1

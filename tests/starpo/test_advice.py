@@ -10,6 +10,7 @@ from test_learner import config, played, policy
 from test_phase3 import settings, train
 
 import envs
+from posttrain.starpo import advice
 from posttrain.starpo.advice import GAIN, Start, measure_start, rate_warning, steps_to_see, verdicts
 from posttrain.starpo.learner import Learner
 from posttrain.types import Trajectory
@@ -72,6 +73,16 @@ def test_the_entropy_is_that_of_the_tokens() -> None:
     flat = [t for group in groups for t in group if t.tokens and not t.crashed]
     start = measure_start(learner, groups, title)
     assert start.entropy == pytest.approx(learner.mean_entropies(flat).mean().item())
+
+
+def test_all_processes_measure_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of names has another order in each process, and measuring is done by all of them together."""
+    names = [f"lake-{n}" for n in range(20)]
+    found: list[str] = []
+    monkeypatch.setattr(advice, "measure_start", lambda learner, groups, title: found.append(title) or GOOD)
+    learner: Any = None
+    advice.first_advice(config(), learner, [[Trajectory(env=name)] for name in names], 1)
+    assert found == names
 
 
 def test_advice_is_given_and_nothing_is_kept(

@@ -151,6 +151,7 @@ class AgentGame:
         trajectory.state_keys.append(asked.digests[-1])
         trajectory.versions.append(kept.version)
         trajectory.unfinished_turns += cut
+        trajectory.actions.append(text)
         answer = self._answer(asked, text, cut, len(turn.ids), len(kept.ids))
         message = plain_message(answer.message)
         branch.messages = [*asked.messages, message]
@@ -238,6 +239,7 @@ class AgentGame:
         trajectory.turn_rewards = ordered(trajectory.turn_rewards)
         trajectory.turn_penalties = ordered(trajectory.turn_penalties)
         trajectory.state_keys, trajectory.versions = ordered(trajectory.state_keys), ordered(trajectory.versions)
+        trajectory.actions, trajectory.effective_actions = ordered(trajectory.actions), len(order)
         first = 0
         for segment in trajectory.segments:
             segment.turns = list(range(first, first + len(segment.turns)))

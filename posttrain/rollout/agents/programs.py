@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 from envs.prompts import AgentProgram
+from envs.prompts.agents import search_path
 from posttrain.types import one_line
 
 LOOK = 0.1  # seconds between two looks at a program
@@ -91,7 +92,7 @@ class RunningProgram(threading.Thread):
         process = subprocess.Popen(
             self.program.words(self.row),
             stdin=given, stdout=out, stderr=errors,
-            env=os.environ | self.environment, start_new_session=True,
+            env=os.environ | {"PATH": search_path()} | self.environment, start_new_session=True,
         )  # fmt: skip
         problem = ""
         try:
