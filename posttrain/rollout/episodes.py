@@ -141,89 +141,106 @@ def play(
         slots: how many episodes are played at a time; when one ends, the next one begins.
         done: is called with the episodes that have just ended; what it appends to `episodes` and `seeds` is played.
     """
-    games: dict[int, Game] = {}
-    programs: list[AgentGame] = []  # that have not been started yet
-    trajectories: list[Trajectory] = []
-    waiting: list[int] = []
-    playing: dict[int, int] = {}  # the episode of each open conversation
+    playing = Playing(sampler, chat, episodes, params, seeds, slots, context, done)
+    playing.run()
+    score_late(playing.trajectories)
+    return playing.trajectories
 
-    def begin() -> list[Trajectory]:
-        """Begin the new episodes; return those of them that cannot be played."""
-        new = range(len(trajectories), len(episodes))
-        for i in new:
-            episode = episodes[i]
-            if not isinstance(episode, Episode):
-                trajectories.append(episode)
-            elif has_agent(episode.env):
-                programs.append(AgentGame(chat, episode, context.prompt_tokens(params.max_new_tokens), seeds[i]))
-                trajectories.append(programs[-1].trajectory)
+
+class Playing:
+    """Episodes that are being played, under the arguments of `play`."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        chat: Chat,
+        episodes: Sequence[Episode | Trajectory],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        slots: int,
+        context: Context,
+        done: Callable[[list[Trajectory]], None] | None,
+    ) -> None:
+        self._sampler, self._chat, self._episodes, self._params = sampler, chat, episodes, params
+        self._seeds, self._slots, self._context, self._done = seeds, slots, context, done
+        self.trajectories: list[Trajectory] = []
+        self._games: dict[int, Game] = {}
+        self._programs: list[AgentGame] = []  # that have not been started yet
+        self._waiting: list[int] = []
+        self._episode: dict[int, int] = {}  # of each open conversation
+
+    def run(self) -> None:
+        self._report(self._begin())
+        while self._waiting or self._programs:
+            if self._waiting:
+                first = [self._waiting.pop() for _ in range(min(self._slots, len(self._waiting)))]
+                self._sampler.converse(self._enter(first), self._params, self._then)
             else:
-                games[i] = Game(chat, episode, context, params.max_new_tokens)
-                trajectories.append(games[i].trajectory)
-            trajectories[i].seed = seeds[i]
-        begun = [i for i in new if i in games and games[i].begin()]
-        started = {*begun, *(i for i in new if isinstance(episodes[i], Episode) and i not in games)}
-        new_games = [games[i] for i in new if i in games]
+                begun, self._programs = self._programs, []
+                play_programs(self._sampler, begun, self._params, self._slots, lambda ended: self._report([ended]))
+
+    def _begin(self) -> list[Trajectory]:
+        """Begin the new episodes; return those of them that cannot be played."""
+        new = range(len(self.trajectories), len(self._episodes))
+        answer_tokens, programs = self._params.max_new_tokens, set[int]()
+        for i in new:
+            episode = self._episodes[i]
+            if not isinstance(episode, Episode):
+                self.trajectories.append(episode)
+            elif has_agent(episode.env):
+                longest = self._context.prompt_tokens(answer_tokens)
+                self._programs.append(AgentGame(self._chat, episode, longest, self._seeds[i]))
+                self.trajectories.append(self._programs[-1].trajectory)
+                programs.add(i)
+            else:
+                self._games[i] = Game(self._chat, episode, self._context, answer_tokens)
+                self.trajectories.append(self._games[i].trajectory)
+            self.trajectories[i].seed = self._seeds[i]
+        begun = [i for i in new if i in self._games and self._games[i].begin()]
+        new_games = [self._games[i] for i in new if i in self._games]
         if new_games and not begun and not new.start and all(game.too_long for game in new_games):
-            raise nothing_fits(new_games[0], context, params)
-        waiting[:0] = begun[::-1]
-        return [trajectories[i] for i in new if i not in started]
+            raise UserError(
+                f"{new_games[0].trajectory.crashed}, and a turn of {answer_tokens} more does not fit into"
+                f" max_context={self._context.max_tokens}. Raise it, or lower max_completion_length."
+            )
+        self._waiting[:0] = begun[::-1]
+        return [self.trajectories[i] for i in new if i not in programs.union(begun)]
 
-    def enter(several: Sequence[int]) -> list[TurnRequest]:
-        handles = sampler.open([games[i].segment.ids for i in several])
-        playing.update(zip(handles, several, strict=True))
-        return [turn(handle) for handle in handles]
+    def _enter(self, several: Sequence[int]) -> list[TurnRequest]:
+        handles = self._sampler.open([self._games[i].segment.ids for i in several])
+        self._episode.update(zip(handles, several, strict=True))
+        return [self._turn(handle) for handle in handles]
 
-    def turn(handle: int) -> TurnRequest:
-        i = playing[handle]
-        return handle, derive_seed(seeds[i], "turn", trajectories[i].turns)
+    def _turn(self, handle: int) -> TurnRequest:
+        i = self._episode[handle]
+        return handle, derive_seed(self._seeds[i], "turn", self.trajectories[i].turns)
 
-    def then(finished: list[tuple[int, Completion]]) -> list[TurnRequest]:
+    def _then(self, finished: list[tuple[int, Completion]]) -> list[TurnRequest]:
         requests: list[TurnRequest] = []
         leaving: list[int] = []  # conversations that end
         renewed: list[int] = []  # episodes that go on in another conversation
-        going = take_turns([games[playing[handle]] for handle, _ in finished], [written for _, written in finished])
-        for (handle, _), goes_on in zip(finished, going, strict=True):
-            game = games[playing[handle]]
+        games = [self._games[self._episode[handle]] for handle, _ in finished]
+        going = take_turns(games, [written for _, written in finished])
+        for (handle, _), game, goes_on in zip(finished, games, going, strict=True):
             segment, length = game.segment, len(game.segment.ids)
             if not (goes_on and game.look()):
                 leaving.append(handle)
                 game.finish()
             elif game.segment is segment:
-                sampler.append(handle, segment.ids[length:])
-                requests.append(turn(handle))
+                self._sampler.append(handle, segment.ids[length:])
+                requests.append(self._turn(handle))
             else:
                 leaving.append(handle)
-                renewed.append(playing[handle])
-        ended = [trajectories[playing[handle]] for handle in leaving if playing[handle] not in renewed]
-        for handle in leaving:
-            del playing[handle]
-        sampler.close(leaving)
-        report(ended)
-        free = slots - len(playing) - len(renewed)
-        return requests + enter(renewed + [waiting.pop() for _ in range(min(free, len(waiting)))])
+                renewed.append(self._episode[handle])
+        ended = [self.trajectories[i] for i in map(self._episode.pop, leaving) if i not in renewed]
+        self._sampler.close(leaving)
+        self._report(ended)
+        free = self._slots - len(self._episode) - len(renewed)
+        return requests + self._enter(renewed + [self._waiting.pop() for _ in range(min(free, len(self._waiting)))])
 
-    def report(ended: list[Trajectory]) -> None:
-        while done:
-            done(ended)
-            if len(trajectories) == len(episodes):
+    def _report(self, ended: list[Trajectory]) -> None:
+        while self._done:
+            self._done(ended)
+            if len(self.trajectories) == len(self._episodes):
                 break
-            ended = begin()
-
-    report(begin())
-    while waiting or programs:
-        if waiting:
-            sampler.converse(enter([waiting.pop() for _ in range(min(slots, len(waiting)))]), params, then)
-        else:
-            begun, programs = programs, []
-            play_programs(sampler, begun, params, slots, lambda trajectory: report([trajectory]))
-    score_late(trajectories)
-    return trajectories
-
-
-def nothing_fits(game: Game, context: Context, params: SamplingParams) -> UserError:
-    """Return what to say where not even a first turn fits into the context."""
-    return UserError(
-        f"{game.trajectory.crashed}, and a turn of {params.max_new_tokens} more does not fit into"
-        f" max_context={context.max_tokens}. Raise it, or lower max_completion_length."
-    )
+            ended = self._begin()

@@ -19,7 +19,7 @@ from envs.frozen_lake import FrozenLake
 from envs.protocol import Protocol, thought_span
 from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.rollout import episodes as rollout
+from posttrain.rollout import game
 from posttrain.rollout.engines.replay import ReplaySampler
 from posttrain.rollout.episodes import Context, complete, open_sampler, play, set_up
 from posttrain.rollout.thoughts import thoughts
@@ -457,7 +457,7 @@ def test_nobody_waits_for_a_slow_environment_beyond_its_time(tiny_chat: Chat, mo
 
     monkeypatch.setattr(FrozenLake, "slow", True)
     monkeypatch.setattr(FrozenLake, "step", hangs)
-    monkeypatch.setattr(rollout, "EPISODE_SECONDS", 0.2)
+    monkeypatch.setattr(game, "EPISODE_SECONDS", 0.2)
     ups = [["<think>a</think><answer>Up</answer>"] * 3] * 20
     found = play(Scripted(tiny_chat, ups), tiny_chat, played, PARAMS, range(20))
     released.set()

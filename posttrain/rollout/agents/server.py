@@ -22,8 +22,8 @@ from posttrain.rollout.agents.requests import AgentAnswer, Asked, Refusal, read_
 from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
+    from fastapi import Request
+    from fastapi.responses import Response
 
 MOST_BYTES = 8 << 20  # of a request
 MODEL = "policy"  # the name of the model; requests may write any
@@ -77,11 +77,8 @@ class AgentServer:
         asyncio.run(uvicorn.Server(config).serve([self._socket]))
 
     def _application(self) -> Any:
-        from starlette.applications import Starlette
-        from starlette.exceptions import HTTPException
-        from starlette.middleware import Middleware
-        from starlette.responses import JSONResponse
-        from starlette.routing import Route
+        from fastapi import FastAPI, HTTPException
+        from fastapi.responses import JSONResponse
 
         async def models(_: Request) -> Response:
             listed = {"id": MODEL, "object": "model", "created": 0, "owned_by": "posttrain"}
@@ -91,20 +88,18 @@ class AgentServer:
             words = f"{error.detail}: this server has /v1/chat/completions and /v1/models."
             return refusal(Refusal(error.status_code, words))
 
-        return Starlette(
-            routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/models", models),
-            ],
-            middleware=[
-                Middleware(OwnPagesOnly, local=True, form=openai_error),
-                Middleware(WholeRequests, most=lambda _: MOST_BYTES, form=openai_error),
-            ],
-            exception_handlers={HTTPException: refuse},
-        )
+        app = FastAPI(openapi_url=None)
+        app.add_route("/v1/chat/completions", self._chat, ["POST"])
+        app.add_route("/v1/models", models)
+        for kind in (HTTPException, 404, 405):
+            app.add_exception_handler(kind, refuse)
+        # the middleware that is added last sees a request first
+        app.add_middleware(WholeRequests, most=lambda _: MOST_BYTES, form=openai_error)
+        app.add_middleware(OwnPagesOnly, local=True, form=openai_error)
+        return app
 
     async def _chat(self, request: Request) -> Response:
-        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from fastapi.responses import JSONResponse, Response, StreamingResponse
 
         scheme, _, key = (header(request.scope, b"authorization") or "").partition(" ")
         if scheme.lower() != "bearer" or key not in self._games:
@@ -150,7 +145,7 @@ def server_at(port: int) -> AgentServer:
 
 
 def refusal(refused: Refusal) -> Response:
-    from starlette.responses import JSONResponse
+    from fastapi.responses import JSONResponse
 
     # the openai client would repeat a request without this header; a repeated one is refused again
     body, headers = openai_error(refused.words, refused.status, refused.code), {"x-should-retry": "false"}
