@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from test_rollout import model as model  # a fixture
+from test_vllm_server import connected, llama, standing_in
 from transformers import PreTrainedModel
 
 from posttrain.config import EnvSection, ProtocolSection
@@ -347,6 +348,21 @@ def test_many_programs_are_the_same_whatever_runs_beside_them(
             torch.testing.assert_close(torch.tensor(segment.logprobs)[mask], logprobs[mask[1:]], atol=1e-4, rtol=0)
     for a, b in zip(once, alone, strict=False):
         assert sorted(s.ids for s in a.segments) == sorted(s.ids for s in b.segments)
+
+
+def test_servers_of_vllm_write_the_same(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        messages = [user(row["question"])]
+        for n in range(3):
+            messages += [said(ask(messages, max_tokens=5)), user(str(n))]
+        """
+    env, policy = section(tmp_path, code), llama()
+    with standing_in(tiny_chat, 2) as servers:
+        theirs = played(connected(tiny_chat, policy, servers, tmp_path / "weights"), tiny_chat, env, 3)
+    ours = played(open_sampler(policy, tiny_chat), tiny_chat, env, 3)
+    for a, b in zip(theirs, ours, strict=True):
+        assert a.crashed == "" and [s.ids for s in a.segments] == [s.ids for s in b.segments]
+        assert a.sampled_logprobs == pytest.approx(b.sampled_logprobs, rel=0, abs=1e-4)
 
 
 def test_no_more_conversations_are_open_than_slots(tmp_path: Path, tiny_chat: Chat) -> None:

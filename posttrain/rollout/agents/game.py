@@ -36,8 +36,8 @@ TOO_LONG = "context_length_exceeded"  # OpenAI's code
 class Branch:
     """A context of an episode.
 
-    ids: of the whole context. segment: None until its first answer is written. handle: of the sampler's conversation
-    with just these ids, if it is open. busy: an answer is being written in it. messages: up to the last answer.
+    segment: None until its first answer is written. handle: of the sampler's conversation with just its ids, if it is
+    open. busy: an answer is being written in it. messages: up to the last answer.
     prompt: how many of these came before the first answer.
     """
 
