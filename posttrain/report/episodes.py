@@ -204,7 +204,7 @@ def browser_row(row: Record) -> Record:
         "turns": turns,
         "length": length if isinstance(length, int) else None,
         "invalid": _number(row.get("invalid_turns")),
-        "facts": " · ".join(words.format(row[key]) for key, words in FACTS if row.get(key) not in (None, "")),
+        "facts": " · ".join(_facts(row)),
         "messages": messages,
         "rewards": _numbers(rewards),
         "penalties": _numbers(penalties),
@@ -238,6 +238,13 @@ def list_moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]
             picture += bool(actions)
             moments.append((number, picture))
     return moments
+
+
+def _facts(row: Record) -> list[str]:
+    """Return further keys of a row in words, and what each of several reward functions gave."""
+    parts = row.get("reward_parts")
+    given = [f"{name} {value:g}" for name, value in parts.items()] if isinstance(parts, dict) and len(parts) > 1 else []
+    return [words.format(row[key]) for key, words in FACTS if row.get(key) not in (None, "")] + given
 
 
 def _messages(row: Record) -> list[Record]:

@@ -34,6 +34,10 @@ function viewer(rows, pictures) {
   const search = make("input", { type: "search", name: "text", placeholder: "a word of a prompt or an answer" });
   field("text", search);
   tests.push(() => search.value && ((_, number) => text(number).includes(search.value.toLowerCase())));
+  const orders = { "as recorded": () => 0, "highest reward first": (a, b) => reward(b) - reward(a), "lowest reward first": (a, b) => reward(a) - reward(b) };
+  const reward = (number) => rows[number].reward ?? -Infinity;
+  const order = make("select", { name: "order" }, ...Object.keys(orders).map((name) => new Option(name)));
+  if (new Set(rows.map((row) => row.reward)).size > 1) field("order", order);
   const clear = make("button", { type: "reset", textContent: "show all", onclick: () => setTimeout(apply) });
   const count = make("output", { className: "count" });
   filters.append(clear, count);
@@ -75,7 +79,7 @@ function viewer(rows, pictures) {
   };
   const apply = () => {
     const active = tests.map((test) => test()).filter(Boolean);
-    found = rows.map((_, number) => number).filter((number) => active.every((test) => test(rows[number], number)));
+    found = rows.map((_, number) => number).filter((number) => active.every((test) => test(rows[number], number))).sort(orders[order.value]);
     count.textContent = `${found.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")}`;
     list.scrollTop = 0;
     select(0);

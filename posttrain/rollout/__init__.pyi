@@ -1,3 +1,4 @@
+from .agents.game import PROGRAM_CRASHED as PROGRAM_CRASHED
 from .engine import why_unfit as why_unfit
 from .engines.base import Histories as Histories, Sampler as Sampler, Then as Then, TurnRequest as TurnRequest
 from .engines.remote import LOOK as LOOK, RemoteSampler as RemoteSampler

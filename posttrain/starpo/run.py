@@ -20,7 +20,7 @@ from posttrain import models, plan
 from posttrain.config import ChatRun, EnvSection, StarPORun, TrainingEnvSection, command
 from posttrain.models import Chat, model_card
 from posttrain.plan import check_run, head_agrees, without_noise
-from posttrain.rollout import Context, Sampler, most_turns, new_episode, open_env, play
+from posttrain.rollout import PROGRAM_CRASHED, Context, Sampler, most_turns, new_episode, open_env, play
 from posttrain.runtime import checkpoint, hardware, launcher, parallel, run_identity, runlog, trl_arguments
 from posttrain.starpo import distillation, run_state
 from posttrain.starpo.functions import check_functions
@@ -192,6 +192,8 @@ class Crashed(UserError):
 
     def __init__(self, env: EnvSection, where: str, last: str) -> None:
         remedy = f"Correct the environment: `posttrain env check {env.name}` plays it and says what is wrong."
+        if last.startswith(PROGRAM_CRASHED):
+            remedy = "Correct the program: `posttrain serve` answers it as well, with its OPENAI_BASE_URL and a key."
         if "`protocol.parser:" in last:
             remedy = "Correct that function, which must not raise for any text."
         super().__init__(f"{env.title} has crashed in every episode {where}, the last time with {last}. {remedy}")

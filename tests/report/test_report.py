@@ -40,7 +40,7 @@ from posttrain.report import (
     training_log,
     verdict,
 )
-from posttrain.report.episodes import Pictures, acted_out, evaluation_stage, gif
+from posttrain.report.episodes import Pictures, acted_out, browser_row, evaluation_stage, gif
 from posttrain.report.page import build_transcripts, read_run
 from posttrain.report.rendering import TEMPLATES
 from posttrain.serving.publish import measured
@@ -1058,3 +1058,9 @@ def test_what_a_run_adds_to_a_published_model(run: Path) -> None:
     assert len(found.rows) == len(shown)
     assert all(row[0].startswith(column.title) for row, column in zip(found.rows, shown, strict=True))
     assert measured.of_run(results, "weights of yesterday", run).rows == []
+
+
+def test_what_each_reward_function_gave_is_shown() -> None:
+    row = {"messages": [], "turn_rewards": [1.5], "turn_penalties": [0.0], "reward_parts": {"math": 1.0, "length": 0.5}}
+    assert browser_row(row)["facts"] == "math 1 · length 0.5"
+    assert browser_row(row | {"reward_parts": {"math": 1.0}})["facts"] == ""  # it is the reward

@@ -154,6 +154,7 @@ def test_a_fork_shares_the_tokens_before_it_and_other_histories_are_not_trained(
     assert "another model" in tiny_chat.tokenizer.decode(other.ids) and sum(other.mask) == len(
         other.ids[other.turn_starts[0] :]
     )
+    assert [m["content"] for m in t.messages if m["role"] == "user"].count("left") == 1
     assert t.tokens == sum(sum(s.mask) for s in t.segments) == len(t.sampled_logprobs)
 
 
@@ -221,7 +222,7 @@ def test_answers_end_where_the_program_says(tmp_path: Path, tiny_chat: Chat) -> 
 
 
 HOSTILE = {
-    "never_calls": ("", {}, "asked the model for no answer: it ended with exit code 0", 0),
+    "never_calls": ("", {}, "the model was asked for no answer, and it ended with exit code 0", 0),
     "raises": ("ask([user('a')]); 1 / 0", {}, "exit code 1: ZeroDivisionError", 1),
     "hangs": ("ask([user('a')]); time.sleep(60)", {"seconds": 1.0}, "took more than 1 s", 1),
     "ignores_sigterm": (

@@ -501,6 +501,14 @@ def test_each_filter_of_the_viewer(visit: Callable[..., Any], large: Path) -> No
     assert count() == 0 and "No episode passes" in page.locator(".shown").inner_text()
 
 
+def test_episodes_by_reward(visit: Callable[..., Any], large: Path) -> None:
+    rewards = [sum(row["turn_rewards"]) + sum(row["turn_penalties"]) for row in many(10_000)]
+    page = visit(large)
+    for name, best in (("highest reward first", max(rewards)), ("lowest reward first", min(rewards))):
+        page.get_by_label("order").select_option(name)
+        assert f"reward {best:+g}".replace("-", "−") in page.locator(".row").first.inner_text().replace("-", "−")
+
+
 def test_the_viewer_by_keyboard(visit: Callable[..., Any], large: Path) -> None:
     page = visit(large)
     page.locator(".rows").focus()

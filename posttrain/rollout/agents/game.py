@@ -29,6 +29,7 @@ from posttrain.rollout.agents.requests import (
 from posttrain.types import Completion, Segment, Trajectory, UserError, derive_seed
 
 T = TypeVar("T")
+PROGRAM_CRASHED = "ProgramCrashed"  # in the place of an exception's name
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
 
 
@@ -37,8 +38,8 @@ class Branch:
     """A context of an episode.
 
     segment: None until its first answer is written. handle: of the sampler's conversation with just its ids, if it is
-    open. busy: an answer is being written in it. messages: up to the last answer.
-    prompt: how many of these came before the first answer.
+    open. busy: an answer is being written in it. messages: up to the last answer. prompt: how many of these came before
+    the first answer. shown: the messages of it that stand in no other context, with answers as they were sampled.
     """
 
     segment: Segment | None = None
@@ -46,6 +47,7 @@ class Branch:
     busy: bool = False
     messages: list[Message] = field(default_factory=list[Message])
     prompt: int = 0
+    shown: list[Message] = field(default_factory=list[Message])
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,17 @@ class AnswerPlace:
 
 @dataclass(eq=False)
 class PendingTurn:
-    """An answer that is being written: after `ids`, of which the last `new` are not in the segment of `branch` yet."""
+    """An answer that is being written: after `ids`, of which the last `new` are not in the segment of `branch` yet.
+
+    before: how many of the request's messages stand in a context already.
+    """
 
     game: AgentGame
     asked: Asked
     branch: Branch
     ids: list[int]
     new: int
+    before: int
     seed: int
     others: list[Asked] = field(default_factory=list[Asked])  # retries of the same request
 
@@ -114,7 +120,7 @@ class AgentGame:
                 self.program.stop()
             return None
         try:
-            branch, ids, new = self._context(asked)
+            branch, ids, new, before = self._context(asked)
         except UserError as error:
             asked.answer.set_result(Refusal(400, str(error)))
             return None
@@ -125,7 +131,7 @@ class AgentGame:
             return None
         again = self._asked.get(asked.digest, 0) + sum(turn.asked.digest == asked.digest for turn in self.pending)
         seed = derive_seed(self.trajectory.seed, "request", asked.digest, again)
-        turn = PendingTurn(self, asked, branch, ids, new, seed)
+        turn = PendingTurn(self, asked, branch, ids, new, before, seed)
         branch.busy = True
         self.pending.append(turn)
         return turn
@@ -155,6 +161,7 @@ class AgentGame:
         answer = self._answer(asked, text, cut, len(turn.ids), len(kept.ids))
         message = plain_message(answer.message)
         branch.messages = [*asked.messages, message]
+        branch.shown += [*asked.messages[turn.before :], {"role": "assistant", "content": text}]
         self.branches = [each for each in self.branches if each is not branch] + [branch]
         self._places[following(asked.digests[-1], message)] = AnswerPlace(
             branch, len(branch.segment.ids), kept.finished
@@ -173,15 +180,15 @@ class AgentGame:
             for each in (turn.asked, *turn.others):
                 each.answer.set_result(Refusal(410, "This episode is over."))
         self._order_turns()
-        trajectory.messages = [message for branch in self.branches for message in branch.messages]
+        trajectory.messages = [message for branch in self.branches for message in branch.shown]
         trajectory.out_of_context = self.out_of_context and bool(ended.problem)
         trajectory.truncated = self.out_of_turns or trajectory.out_of_context
         trajectory.terminated = not trajectory.truncated
         if last is None:
             reason = ended.problem or "it ended with exit code 0"
-            trajectory.crashed = f"The program asked the model for no answer: {reason}"
+            trajectory.crashed = f"{PROGRAM_CRASHED}: the model was asked for no answer, and {reason}"
         elif ended.problem and not trajectory.truncated:
-            trajectory.crashed = f"The program crashed: {ended.problem}"
+            trajectory.crashed = f"{PROGRAM_CRASHED}: {ended.problem}"
         else:
             prompt, said = last.messages[: last.prompt], last.messages[last.prompt :]
             self.env.played(prompt, said, ended.output, ended.exit_code)
@@ -190,23 +197,24 @@ class AgentGame:
 
     # ------------------------------------------------------------------ contexts
 
-    def _context(self, asked: Asked) -> tuple[Branch, list[int], int]:
-        """Return the context of a request, its ids, and how many of them are new to its segment."""
+    def _context(self, asked: Asked) -> tuple[Branch, list[int], int, int]:
+        """Return the context of a request, its ids, how many of them are new to its segment, and how many messages
+        stand in a context already."""
         tools = {"tools": asked.tools} if asked.tools else {}
         if asked.tools:
             self.chat.check_tools(asked.tools)
         known = next((k for k in range(len(asked.messages) - 1, 0, -1) if asked.digests[k] in self._places), None)
         if known is None:
             ids = self.chat.prompt(asked.messages, **tools)
-            return Branch(), ids, len(ids)
+            return Branch(), ids, len(ids), 0
         place = self._places[asked.digests[known]]
         assert place.branch.segment is not None
         new = self.chat.extend(asked.messages[known:], finished=place.finished, **tools)
         before = place.branch.segment.ids
         if len(before) == place.length and not place.branch.busy:
-            return place.branch, before + new, len(new)
+            return place.branch, before + new, len(new), known
         ids = before[: place.length] + new
-        return Branch(), ids, len(ids)
+        return Branch(), ids, len(ids), known
 
     def _repeats(self, asked: Asked) -> bool:
         """Return whether a client repeats a request, which is then answered as before or with the turn under way."""
