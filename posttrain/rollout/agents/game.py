@@ -26,7 +26,7 @@ from posttrain.rollout.agents.requests import (
     message_of,
     plain_message,
 )
-from posttrain.types import Completion, Segment, Trajectory, UserError, derive_seed
+from posttrain.types import Completion, Segment, Trajectory, UserError, derive_seed, one_line
 
 T = TypeVar("T")
 PROGRAM_CRASHED = "ProgramCrashed"  # in the place of an exception's name
@@ -121,8 +121,8 @@ class AgentGame:
             return None
         try:
             branch, ids, new, before = self._context(asked)
-        except UserError as error:
-            asked.answer.set_result(Refusal(400, str(error)))
+        except Exception as error:  # a request never ends the run
+            asked.answer.set_result(Refusal(400, str(error) if isinstance(error, UserError) else one_line(error)))
             return None
         if len(ids) > self.most_tokens:
             self.out_of_context = True
@@ -148,7 +148,7 @@ class AgentGame:
         asked, branch, trajectory = turn.asked, turn.branch, self.trajectory
         kept, text, cut = cut_answer(completion, asked, self.chat)
         if branch.segment is None:
-            branch.segment, branch.prompt = Segment(turn.ids[: len(turn.ids)]), len(asked.messages)
+            branch.segment, branch.prompt = Segment(list(turn.ids)), len(asked.messages)
         else:
             branch.segment.read(turn.ids[len(turn.ids) - turn.new :])
         branch.segment.write(trajectory.turns, kept)
