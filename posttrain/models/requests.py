@@ -108,7 +108,8 @@ def not_text(messages: Any) -> str | None:
         if not isinstance(message.get("role"), str):
             return f"messages holds a message whose role is {message.get('role')!r:.40}, not a text."
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
-        parts = "" if calls and message.get("content") is None else message.get("content")
+        empty = message.get("content") is None and message["role"] == "assistant"
+        parts = "" if empty else message.get("content")
         if not isinstance(parts, str | list) or parts == []:
             return f"messages holds a message whose content is {parts!r:.40}, not a text."
         for part in parts if isinstance(parts, list) else []:

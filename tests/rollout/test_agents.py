@@ -258,6 +258,51 @@ def test_a_program_that_never_ends_is_truncated_and_scored(tmp_path: Path, tiny_
     assert t.failure == "wrong answer" and len(t.messages) == 6
 
 
+def test_parallel_requests_share_the_turns_that_are_left(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        import threading
+        def one(n):
+            status, text = send({"messages": [user(row["question"] + str(n))]})
+            statuses.append(status)
+        statuses = []
+        jobs = [threading.Thread(target=one, args=(n,)) for n in range(8)]
+        for job in jobs: job.start()
+        for job in jobs: job.join()
+        """
+    (t,) = played(Answering(tiny_chat, echo, pause=0.1), tiny_chat, section(tmp_path, code, turns=4))
+    assert (t.crashed, t.turns, t.truncated, t.failure) == ("", 4, True, "wrong answer")
+
+
+def test_requests_that_nobody_waits_for_take_no_turn(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        for n in range(5):
+            try:
+                send({"messages": [user(row["question"] + str(n))]}, timeout=0.05)
+            except TimeoutError:
+                pass
+        ask([user(row["question"])])
+        """
+    sampler = Answering(tiny_chat, echo, pause=1.0)
+    (t,) = played(sampler, tiny_chat, section(tmp_path, code, turns=2))
+    assert (t.crashed, t.turns, t.truncated) == ("", 1, False) and sampler.written < 5
+
+
+def test_half_a_surrogate_pair_harms_nothing(tmp_path: Path, tiny_chat: Chat) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800"}}\n</tool_call>'
+    code = """
+        tools = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
+            "type": "object", "properties": {"a": {"type": "string", "description": "x"}}, "required": ["a"]}}}]
+        choice = ask([user("a")], tools=tools)
+        assert choice["finish_reason"] == "stop" and "ud800" in choice["message"]["content"], choice
+        calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\\\ud800"}'}}]
+        bad = [user("a"), {"role": "assistant", "tool_calls": calls}, user("b")]
+        status, text = send({"messages": bad, "tools": tools})
+        assert status == 400 and "message" in json.loads(text)["error"], text
+        """
+    (t,) = played(Answering(tiny_chat, lambda text: call), tiny_chat, section(tmp_path, code))
+    assert t.crashed == "" and t.turns == 1
+
+
 def test_what_a_program_started_ends_with_it(tmp_path: Path, tiny_chat: Chat) -> None:
     code = f"""
         import subprocess
@@ -314,7 +359,8 @@ def test_what_cannot_be_answered_is_refused(tmp_path: Path, tiny_chat: Chat) -> 
         ]
         assert [status for status, _ in seen] == [401, 400, 400, 400, 404, 400, 400, 400, 400, 400, 400], seen
         assert all("message" in json.loads(text)["error"] for _, text in seen), seen
-        ask([user("a")])
+        empty = {"role": "assistant", "content": None}
+        ask([user("a"), empty, user("b")], temperature=1e-9, top_p=0, seed=-1, logit_bias={"5": 1})
         """,
     )
     (t,) = played(Answering(tiny_chat, echo), tiny_chat, env)

@@ -23,6 +23,7 @@ from posttrain.rollout.agents.requests import (
     Refusal,
     cut_answer,
     following,
+    is_text,
     message_of,
     plain_message,
 )
@@ -100,6 +101,7 @@ class AgentGame:
             seed=seed,
         )
         self.pending: list[PendingTurn] = []
+        self._held: list[Asked] = []
         self.branches: list[Branch] = []  # those with an answer, in the order of their last one
         self.over = self.out_of_context = self.out_of_turns = False
         self._places: dict[str, AnswerPlace] = {}  # by the digest of a conversation that ends with an answer
@@ -113,11 +115,14 @@ class AgentGame:
             return None
         if asked.retry and self._repeats(asked):
             return None
-        if len(self.trajectory.turn_rewards) + len(self.pending) >= self.agent.turns:
+        if self.trajectory.turns >= self.agent.turns:
             self.out_of_turns = True
             asked.answer.set_result(Refusal(403, f"All {self.agent.turns} answers of this episode are used up."))
             if self.program:
                 self.program.stop()
+            return None
+        if self.trajectory.turns + len(self.pending) >= self.agent.turns:
+            self._held.append(asked)
             return None
         try:
             branch, ids, new, before = self._context(asked)
@@ -136,13 +141,22 @@ class AgentGame:
         self.pending.append(turn)
         return turn
 
+    def held_requests(self) -> list[Asked]:
+        """Return the requests that waited for those before them, which may take all turns that are left."""
+        held, self._held = self._held, []
+        return held
+
+    def drop_turn(self, turn: PendingTurn) -> None:
+        """Forget a turn that is not written."""
+        self.pending.remove(turn)
+        turn.branch.busy = False
+
     def end_turn(self, turn: PendingTurn, completion: Completion) -> bool:
         """Record an answer and send it; return whether the sampler's conversation still has the context's ids.
 
         An answer that nobody waits for any more is not a part of the episode.
         """
-        self.pending.remove(turn)
-        turn.branch.busy = False
+        self.drop_turn(turn)
         if self.over or not turn.wanted:
             return False
         asked, branch, trajectory = turn.asked, turn.branch, self.trajectory
@@ -176,9 +190,9 @@ class AgentGame:
         """Record how the program ended."""
         trajectory, last = self.trajectory, self.branches[-1] if self.branches else None
         self.over = True
-        for turn in self.pending:
-            for each in (turn.asked, *turn.others):
-                each.answer.set_result(Refusal(410, "This episode is over."))
+        unanswered = [each for turn in self.pending for each in (turn.asked, *turn.others)]
+        for each in (*unanswered, *self.held_requests()):
+            each.answer.set_result(Refusal(410, "This episode is over."))
         self._order_turns()
         trajectory.messages = [message for branch in self.branches for message in branch.shown]
         trajectory.out_of_context = self.out_of_context and bool(ended.problem)
@@ -229,7 +243,7 @@ class AgentGame:
 
     def _answer(self, asked: Asked, text: str, cut: bool, prompt_tokens: int, tokens: int) -> AgentAnswer:
         said = self.chat.read_calls(text) if asked.tools else Said(text, [])
-        if any(call.error for call in said.calls):  # it stays text
+        if any(call.error for call in said.calls) or not is_text(said.calls):  # it stays text
             said = Said(text, [])
         number = hashlib.blake2b(f"{asked.digest}{self.trajectory.turns}".encode(), digest_size=6).hexdigest()
         reason = CUT if cut else "tool_calls" if said.calls else "stop"

@@ -91,6 +91,7 @@ class Programs:
                 return events
 
     def _then(self, finished: list[tuple[int, Completion]]) -> Sequence[TurnRequest]:
+        held: list[Event] = []
         for handle, completion in finished:
             turn = self._writing.pop(handle)
             if turn.game.end_turn(turn, completion):
@@ -98,23 +99,30 @@ class Programs:
                 self._idle[handle] = turn
             else:
                 self._sampler.close([handle])
-        return self._requests(self._now())
+            held += [(turn.game, asked) for asked in turn.game.held_requests()]
+        return self._requests(held + self._now())
 
     def _requests(self, events: Sequence[Event]) -> list[TurnRequest]:
         """Return the turns to write for what has happened, and for what was asked before and has a place now."""
-        for game, event in events:
-            if isinstance(event, ProgramEnd):
-                self._end(game, event)
-            elif (turn := game.begin_turn(event)) is not None:
-                self._waiting.append(turn)
         requests: list[TurnRequest] = []
-        while self._waiting and len(self._writing) < self._slots:
-            turn = self._waiting.pop(0)
-            if not turn.game.over:
-                handle = self._opened(turn)
-                self._writing[handle] = turn
-                requests.append((handle, turn.seed))
-        return requests
+        while True:
+            for game, event in events:
+                if isinstance(event, ProgramEnd):
+                    self._end(game, event)
+                elif (turn := game.begin_turn(event)) is not None:
+                    self._waiting.append(turn)
+            events = []
+            while self._waiting and len(self._writing) < self._slots and not events:
+                turn = self._waiting.pop(0)
+                if turn.game.over or not turn.wanted:
+                    turn.game.drop_turn(turn)
+                    events = [(turn.game, asked) for asked in turn.game.held_requests()]
+                else:
+                    handle = self._opened(turn)
+                    self._writing[handle] = turn
+                    requests.append((handle, turn.seed))
+            if not events:
+                return requests
 
     def _opened(self, turn: PendingTurn) -> int:
         """Return the conversation of a turn, with its ids. At most `slots` are open; an idle one makes room."""

@@ -10,9 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from envs.protocol import Message
+from envs.tools import Call
 from posttrain.models import Chat, Said, not_text, parse_object, plain_calls, reason_to_refuse, tools_asked
 from posttrain.types import Completion, UserError
 
+# fields of a request that are not read: the policy answers as the run samples it
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias",
+)  # fmt: skip
 CUT = "length"  # OpenAI's finish_reason of an answer that its limit ended
 
 
@@ -71,7 +77,7 @@ def digests(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> lis
 
 def following(digest: str, more: Any) -> str:
     """Return the digest of what `digest` stands for, and of something more behind it."""
-    written = json.dumps(more, sort_keys=True, ensure_ascii=False)
+    written = json.dumps(more, sort_keys=True)
     return hashlib.blake2b(f"{digest}\x1f{written}".encode(), digest_size=16).hexdigest()
 
 
@@ -79,6 +85,8 @@ def read_request(raw: bytes, retry: bool) -> Asked:
     """Return the request in a body; UserError where the model cannot answer it."""
     try:
         body = parse_object("The request", raw)
+        for key in SAMPLING:
+            body.pop(key, None)
         problem = reason_to_refuse(body) or not_text(body.get("messages"))
         if problem:
             raise UserError(problem)
@@ -121,6 +129,15 @@ def message_of(said: Said, number: str) -> dict[str, Any]:
             for n, call in enumerate(said.calls)
         ]
     return message
+
+
+def is_text(calls: Sequence[Call]) -> bool:
+    """Return whether calls can be sent: JSON may hold half of a surrogate pair."""
+    try:
+        json.dumps([(call.name, call.arguments) for call in calls], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def cut_answer(completion: Completion, asked: Asked, chat: Chat) -> tuple[Completion, str, bool]:
