@@ -101,7 +101,7 @@ class Prompts(TextEnv):
         environment: str | None = None,
         reply: str | None = None,
         turns: int | None = None,
-        agent: Sequence[str] | Mapping[str, Any] | None = None,
+        agent: str | Sequence[Any] | Mapping[str, Any] | None = None,
         success: float = 1.0,
         on_error: str = "skip",
         timeout: float = 60.0,
@@ -135,6 +135,8 @@ class Prompts(TextEnv):
         self.methods = methods_of(self.environment) if environment else []
         self.tools = list(self.methods)
         self.agent: AgentProgram | None = None if agent is None else agent_of(agent, given)
+        if self.agent:
+            self.agent.words(self.table.rows[0])  # a template that cannot be filled is said at once
         self.max_turns = (turns or 4) if self.reply else self.agent.turns if self.agent else self.table.most_turns
 
     @classmethod

@@ -10,14 +10,16 @@ of the command, which are Jinja templates over the row's columns.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from envs.prompts.rewards import Reward
+from envs.prompts.rewards import Reward, is_exit_code
 from envs.prompts.rows import filled
 
+MARKS = re.compile("{[{%#]")  # of a Jinja template
 OUTPUT = ("output", "exit_code")  # columns that reward functions are given beside those of the row
 
 
@@ -38,7 +40,7 @@ class AgentProgram(NamedTuple):
 
     def words(self, row: Mapping[str, Any]) -> list[str]:
         """Return the command for a row; ValueError where a template cannot be filled."""
-        return [filled(part, row, empty=True) if "{{" in part else part for part in self.command]
+        return [filled(part, row, empty=True) if MARKS.search(part) else part for part in self.command]
 
     def ended_well(self, exit_code: int) -> bool:
         """Return whether a program that ended so has not crashed."""
@@ -50,18 +52,21 @@ def search_path() -> str:
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
-def agent_of(given: Sequence[str] | Mapping[str, Any], rewards: Sequence[Reward]) -> AgentProgram:
+def agent_of(given: str | Sequence[Any] | Mapping[str, Any], rewards: Sequence[Reward]) -> AgentProgram:
     """Return the program that `agent` names; ValueError says what is wrong with it.
 
     rewards: of the environment; that of the exit code knows which one is not a crash.
     """
     entry: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"command": given}
     command: Any = entry.pop("command", None)
-    whole = isinstance(command, list | tuple) and command and all(isinstance(part, str) and part for part in command)
-    if not whole:
+    if not isinstance(command, list | tuple) or not command or command[0] == "":
         raise ValueError(
             f"prompts: agent={given!r:.80} has no command: write a list, agent: [python, my_agent.py], or a mapping"
             " with command and limits."
+        )
+    if other := [part for part in command if not isinstance(part, str)]:
+        raise ValueError(
+            f"prompts: the command of agent has the part {other[0]!r:.40}, not a text: write it in quotes."
         )
     limits = {
         "turns": (int, 1, 10_000),
@@ -80,5 +85,5 @@ def agent_of(given: Sequence[str] | Mapping[str, Any], rewards: Sequence[Reward]
             f"prompts: there is no program {command[0]}: write the path of one that may be executed, or the name of one"
             " on PATH."
         )
-    lost = next((each.function.keywords.get("lost") for each in rewards if each.title == "exit_code"), None)
+    lost = next((each.function.keywords["lost"] for each in rewards if is_exit_code(each)), None)
     return AgentProgram(tuple(command), **entry, lost=lost)

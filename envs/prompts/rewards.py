@@ -61,7 +61,8 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
         title = name.partition(":")[2]
     else:
         function, title = BUILT_IN[known("reward of prompts", name, BUILT_IN)], name
-        if function is exit_code and "lost" not in entry:
+        lost = entry.get("lost")
+        if function is exit_code and (type(lost) is not int or lost == 0):
             raise ValueError(
                 "prompts: the reward exit_code needs to know with which exit code a program says that it lost: write"
                 " {name: exit_code, lost: 1}. Any other but 0 is a crash; so choose another number where an uncaught"
@@ -232,6 +233,11 @@ def exit_code(
 ) -> list[float | None]:
     """Return 1 where the program of `agent` ended with 0, and 0 where it ended with `lost` or was stopped."""
     return [float(code == 0) for code in exit_code]
+
+
+def is_exit_code(reward: Reward) -> bool:
+    """Return whether a reward is `exit_code`, whose options are keywords of a partial."""
+    return isinstance(reward.function, partial) and reward.function.func is exit_code
 
 
 def _column(columns: Mapping[str, list[Any]], name: str, reward: str) -> list[Any]:

@@ -331,7 +331,10 @@ def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[
     print(f"Memory: at most {memory(setup.device):.2f} GiB; planned {plan.gib(setup.plan.peak)} GiB.")
     print(f"Saved: {final}  (curves: {setup.out / 'metrics.jsonl'})")
     if not broken:
-        print(f"Next: {play_command(cfg, final)}")
+        if cfg.envs[0].options.get("agent"):
+            print(f"Next: posttrain serve {shlex.quote(str(final))}  (and run the program with its address)")
+        else:
+            print(f"Next: {play_command(cfg, final)}")
 
 
 def play_command(cfg: StarPORun, final: Path) -> str:

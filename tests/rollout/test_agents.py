@@ -484,6 +484,10 @@ def test_the_clock_stands_still_while_the_model_writes() -> None:
     "agent, words",
     [
         ([], "has no command"),
+        ("python agent.py", "has no command"),
+        (["python", 3], "has the part 3, not a text"),
+        (["python", "{{ nope }}"], "the template cannot be filled"),
+        (["python", "{% if question"], "the template cannot be filled"),
         ({}, "has no command"),
         ([""], "has no command"),
         (["no-such-program"], "there is no program no-such-program"),
@@ -497,6 +501,24 @@ def test_a_wrong_agent_is_said_at_once(agent: Any, words: str) -> None:
 
     with pytest.raises(ValueError, match=words):
         open_env(EnvSection(name="prompts", options={"agent": agent}))
+
+
+@pytest.mark.parametrize("lost", [None, 0, "1", True, 1.0])
+def test_the_exit_code_of_a_loss_is_a_number(lost: Any) -> None:
+    from posttrain.rollout.episodes import open_env
+
+    options = {"agent": ["python"], "rewards": [{"name": "exit_code", "lost": lost}]}
+    with pytest.raises(ValueError, match="with which exit code a program says that it lost"):
+        open_env(EnvSection(name="prompts", options=options))
+
+
+def exit_code(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [0.5] * len(prompts)
+
+
+def test_an_own_function_may_have_any_name(tmp_path: Path, tiny_chat: Chat) -> None:
+    env = section(tmp_path, "ask([user('a')])", rewards=[f"{__name__}:exit_code"])
+    assert played(Answering(tiny_chat, echo), tiny_chat, env)[0].reward == 0.5
 
 
 def test_a_port_in_use_is_said(tmp_path: Path, tiny_chat: Chat) -> None:

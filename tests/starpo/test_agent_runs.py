@@ -49,8 +49,9 @@ def short(prompts: Any, completions: Any, output: list[str], **columns: Any) -> 
     return [-float(text) for text in output]
 
 
-def test_a_run_with_a_program(tmp_path: Path, caller: Path) -> None:
+def test_a_run_with_a_program(tmp_path: Path, caller: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(run_file(tmp_path, caller, transcripts={"every": 1}))
+    assert "Next: posttrain serve" in capsys.readouterr().out
     table = rows(tmp_path / "run")
     (played,) = [row for row in table if "rollout/turns" in row]
     assert played["rollout/turns"] == 2 and played["rollout/crashed"] == 0 and played["rollout/reward"] < 0
