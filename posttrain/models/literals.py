@@ -74,7 +74,7 @@ class Literals:
             if unknown := [role for role in roles if role not in ROLES]:
                 raise UserError(f"A message has the role {unknown[0]!r}, but a role is one of {', '.join(ROLES)}.")
             if tools is not None or "tool" in roles:
-                self._check_tools(tools is not None)
+                self.require_tools(tools is not None)
             literals = self._literal_ids(roles, open_turn, tools)
             for role, literal in zip(roles, literals[1:], strict=True):
                 if role == "assistant" and (not literal or literal[0] != self.stop_id):
@@ -286,8 +286,8 @@ class Literals:
             self._refuse(f"writes a message of the role {message['role']} with calls or results in another place")
         return rendered[len(start) : len(rendered) - len(literals[-1])]
 
-    def _check_tools(self, given: bool) -> None:
-        """Raise UserError if dialogues with tools, or with calls without their schemas, cannot be marked."""
+    def require_tools(self, given: bool) -> None:
+        """Raise UserError if no dialogue with tools (given: with their schemas) can be marked."""
         if given in self._with_tools:
             return
         tools, user = PROBE if given else None, _placeholders(("user",))
