@@ -59,11 +59,10 @@ class Conversation:
         """Return the results of the calls in a turn, at most `most`; none where it calls nothing."""
         if not self.tools:
             return []
-        from envs.tools import answer_of
+        from envs.tools import answer_of, result_of
 
         calls = self.chat.read_calls(text).calls[:most]
-        answers = [(call.name, answer_of(call, self.tools, seconds)) for call in calls]
-        return [{"role": "tool", "name": name, "content": answer.text} for name, answer in answers]
+        return [result_of(call, answer_of(call, self.tools, seconds).text) for call in calls]
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids up to the answer to `text`, with as many of the latest exchanges as leave room for it."""
