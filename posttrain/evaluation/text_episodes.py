@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 from envs.tools import Call
 from posttrain.evaluation.endpoint import Client
@@ -28,6 +29,8 @@ class TextChat:
     The number is repeated for each token that the message has in `chat`, so that a context holds as many turns as with
     a local model. Without a `chat`, a token is `CHARACTERS` long.
     """
+
+    lead = ""  # as Chat's
 
     def __init__(self, chat: Chat | None) -> None:
         self.chat = chat
@@ -155,7 +158,7 @@ def _call_of(call: Message) -> Call:
     return Call(name, arguments)
 
 
-def _sent_schema(tool: Message) -> Message:
+def _sent_schema(tool: Mapping[str, Any]) -> Message:
     """Return a schema with the keys that servers know: transformers adds `return`, which some refuse."""
     known = {key: tool["function"][key] for key in ("name", "description", "parameters") if key in tool["function"]}
     return {"type": "function", "function": known}

@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 from test_chat import dialogue, metaspace_tokenizer
+from test_tool_turns import section
 from test_tools import TEMPLATES, TOOLS, asked, call, hostile
 from tokenizers import AddedToken
 
+from envs.episode import Episode
 from envs.tools import Call
+from posttrain.config import ProtocolSection
 from posttrain.models.chat import Chat
 from posttrain.models.tools import Said
-from posttrain.types import UserError
+from posttrain.rollout.agents.requests import message_of
+from posttrain.rollout.episodes import FULL, new_episode
+from posttrain.rollout.game import Game
+from posttrain.serving.generation import Answer
+from posttrain.types import Completion, UserError
 
 TOKENS = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
 TOKENS += ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")
@@ -158,3 +165,33 @@ def test_ids_before_results_are_refused() -> None:
     assert moved != TEXT
     with pytest.raises(UserError, match="writes the ids of calls before their results"):
         chat_with(moved).encode(asked(), TOOLS)
+
+
+def test_a_rollout_answers_the_call_that_was_sampled(tmp_path: Any) -> None:
+    chat, arguments = mistral(), {"expression": "12*12"}
+    episode = new_episode(section(tmp_path), ProtocolSection(), 0, "train")
+    assert isinstance(episode, Episode)
+    game = Game(chat, episode, FULL, 100)
+    assert game.begin()
+    function = {"name": "calculate", "arguments": arguments}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"id": "q1w2e3r4t", "function": function}]}
+    schemas = [tool.schema for tool in episode.env.tools]
+    told = [*episode.messages, called, {"role": "tool", "content": "144", "tool_call_id": "q1w2e3r4t"}]
+    told.append({"role": "assistant", "content": "144"})
+    ids, mask = chat.encode(told, schemas)
+    for run in trained(ids, mask):
+        going = game.take_turn(Completion(run, [0.0] * len(run), True))
+        assert not going or game.look()
+    game.finish()
+    assert (game.segment.ids, game.segment.mask) == (ids, mask)
+    assert not game.trajectory.crashed and game.trajectory.messages[-1]["content"] == "144"
+
+
+def test_text_is_without_the_space_and_ids_reach_programs() -> None:
+    chat = mistral()
+    answer = Answer(chat, iter([*chat.content_ids(" It is 5."), chat.stop_id]))
+    assert "".join(answer) == answer.text == "It is 5."
+    said = Said("", [Call("add", {}, id="q1w2e3r4t"), Call("add", {}, id="000000001")])
+    assert [each["id"] for each in message_of(said, "x")["tool_calls"]] == ["q1w2e3r4t", "000000001"]
+    twice = Said("", [said.calls[0]] * 2)
+    assert [each["id"] for each in message_of(twice, "x")["tool_calls"]] == ["call_x_0", "call_x_1"]
