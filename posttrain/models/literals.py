@@ -240,7 +240,10 @@ class Literals:
             "user": "Which way\nnow?",
             "assistant": "<think>\nThe ice is left.\n</think>\n\n<answer>Right</answer>",
         }
-        messages: list[Message] = [{"role": role, "content": says[role]} for role in roles]
+        messages: list[Message] = [  # each different: some templates find a message by its content
+            {"role": role, "content": f"{n}. {says[role]}" if role == "user" else says[role]}
+            for n, role in enumerate(roles)
+        ]
         literals = self._literal_texts(roles, False)
         expected = literals[0] + "".join(
             self.written(message) + text for message, text in zip(messages, literals[1:], strict=True)

@@ -195,3 +195,8 @@ def test_text_is_without_the_space_and_ids_reach_programs() -> None:
     assert [each["id"] for each in message_of(said, "x")["tool_calls"]] == ["q1w2e3r4t", "000000001"]
     twice = Said("", [said.calls[0]] * 2)
     assert [each["id"] for each in message_of(twice, "x")["tool_calls"]] == ["call_x_0", "call_x_1"]
+
+
+def test_a_system_message_before_the_first_question_stays() -> None:
+    chat = chat_with(TEXT.replace("{%- if start and loop.last -%}", "{%- if start and m == messages[1] -%}"))
+    assert "Be kind." in chat.decode(chat.encode(dialogue("Hi", "Hello", "And?", "Yes.", system="Be kind.")).ids)
