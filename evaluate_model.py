@@ -181,11 +181,6 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
         except (SafetensorError, OSError) as error:
             problems.append(f"checkpoints.{name}: {path} cannot be read or is damaged: {error}.")
     if suite := cfg.suites.envs:
-        if cfg.endpoints and (named := next((env.title for env in suite.envs if env.tools), None)):
-            problems.append(
-                f"suites.envs: {named} has tools, which are called for local checkpoints alone: leave out"
-                f" checkpoints.{next(iter(cfg.endpoints))}, or evaluate it without tools."
-            )
         for env in suite.envs:
             try:
                 config.check_parser(suite.protocol, rollout.open_env(env))

@@ -27,9 +27,9 @@ from posttrain.config import ChatRun, SamplingSection, hint, load, run
 from posttrain.files import keep_standard_streams
 from posttrain.runtime import runlog
 from posttrain.serving import (
+    Answering,
     Conversation,
     DamagedModel,
-    Exchange,
     Generator,
     ctrl_c_keeps_what_was_typed,
     describe_preset,
@@ -86,6 +86,9 @@ def main(argv: list[str] | None = None) -> None:
     generator, *_ = generators.values()
 
     # 3. Chat or play.
+    if tools and env is None:
+        for each in generators.values():
+            each.chat.check_tools([tool.schema for tool in tools])
     if page is not None:
         page(generators, cfg)
         return
@@ -95,8 +98,6 @@ def main(argv: list[str] | None = None) -> None:
         playing.show_levels(generator, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
         return
     conversation = Conversation(generator.chat, generator.context, cfg.max_new_tokens, cfg.system, tools=tools)
-    if tools:
-        generator.chat.check_tools(conversation.schemas or [])
     if flags.prompt is not None:
         reply(generator, conversation, cfg, flags.prompt, 0, compare=flags.compare)
     else:
@@ -147,8 +148,8 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
             '--prompt is empty. Write the message behind it, e.g. --prompt "Hello"; without --prompt messages are read'
             " from the terminal or from a pipe."
         )
-    if cfg.tools and (flags.compare or flags.web):
-        raise UserError("tools are called in the chat on the terminal: leave out --compare and --web, or tools.")
+    if cfg.tools and flags.compare:
+        raise UserError("tools are called in the answer of one preset: leave out --compare, or tools.")
     if flags.compare and flags.web:
         raise UserError("--compare is for the terminal. On the page of --web tick `Side by side` in its settings.")
     if (flags.beside or flags.host or flags.port is not None or flags.password) and not flags.web:
@@ -203,38 +204,29 @@ def reply(
             f"[the context of {conversation.context} tokens is full: of the {len(conversation.exchanges)} turns so "
             f"far the model sees the last {len(conversation.exchanges) - conversation.forgotten}]"
         )
-    budget = min(cfg.max_new_tokens, conversation.context - len(ids))
-    names = [cfg.preset, *(name for name in cfg.presets if compare and name != cfg.preset)]
     seed = derive_seed(cfg.seed, "chat", number)  # the same for each preset: only the settings differ
-    answers = {name: generator.answer(ids, cfg.presets[name].params(budget), seed) for name in names}
+    chosen = Answering(generator, conversation, ids, cfg.presets[cfg.preset].params, seed, cfg)
     if compare:
-        show_beside(answers, cfg, stopped)
+        others = {
+            name: generator.answer(ids, setting.params(chosen.budget), seed)
+            for name, setting in cfg.presets.items()
+            if name != cfg.preset
+        }
+        show_beside({cfg.preset: chosen.current} | others, cfg, stopped)
     else:
         began = time.monotonic()
-        stream(answers[cfg.preset], stopped)
+        stream(chosen.current, stopped)
         if sys.stderr.isatty():
-            count = len(answers[cfg.preset].ids)
+            count = len(chosen.current.ids)
             note(f"[{count} tokens, {count / max(time.monotonic() - began, 1e-9):.0f} a second]")
-        if not answers[cfg.preset].finished and not stopped():
-            limit = "max_new_tokens" if budget == cfg.max_new_tokens else "the end of the model's context"
-            note(f"[cut after {budget} tokens: {limit}]")
-    chosen = answers[cfg.preset]
-    written, before, called = list(chosen.ids), [], 0
-    while results := conversation.results(chosen.text, cfg.max_calls - called, cfg.call_seconds):
-        following = conversation.chat.extend(results, finished=chosen.finished, tools=conversation.schemas)
-        budget = min(cfg.max_new_tokens, conversation.context - len(ids) - len(written) - len(following))
-        if budget < 1 or stopped():
-            break
-        called += len(results)
+        if not chosen.current.finished and not stopped():
+            limit = "max_new_tokens" if chosen.budget == cfg.max_new_tokens else "the end of the model's context"
+            note(f"[cut after {chosen.budget} tokens: {limit}]")
+    while not stopped() and (results := chosen.proceed()):
         for result in results:
-            note(f"[{result['name']}: {escape_control_characters(result['content'])}]")
-        before += [{"role": "assistant", "content": chosen.text}, *results]
-        written += following
-        chosen = generator.answer([*ids, *written], cfg.presets[cfg.preset].params(budget), derive_seed(seed, called))
-        stream(chosen, stopped)
-        written += chosen.ids
-    if written:
-        conversation.exchanges.append(Exchange(text, written, chosen.finished, chosen.text, before))
+            note(f"[{result['name']}: {result['content']}]")
+        stream(chosen.current, stopped)
+    chosen.keep(text)
 
 
 def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, compare: bool) -> None:

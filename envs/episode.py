@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from envs.base import TextEnv
 from envs.protocol import MAX_PENALISED_TURNS, Message, Parsed, Past, Protocol, Turn
-from envs.tools import Call, ToolAnswer, answer_of
+from envs.tools import Call, ToolAnswer, answer_of, result_of
 from envs.wording import View, actions_per_turn, summary_text, system_text, user_text
 
 
@@ -120,7 +120,7 @@ class Episode:
             else:
                 self.refused_calls += 1
                 answer = ToolAnswer(f"Error: all {self.env.max_calls} calls are used up. Answer without a tool.", True)
-            results.append({"role": "tool", "name": call.name, "content": answer.text})
+            results.append(result_of(call, answer.text))
             if self.refused_calls >= self.env.max_calls:
                 self.truncated = True
                 break

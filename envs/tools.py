@@ -22,11 +22,15 @@ MOST_CHARACTERS = 4000  # of an answer
 
 
 class Call(NamedTuple):
-    """A call in the text of a turn: Call("add", {"a": 1, "b": 2}); `error` says why it could not be read."""
+    """A call in the text of a turn: Call("add", {"a": 1, "b": 2}); `error` says why it could not be read.
+
+    id: that the model wrote with the call, which its result repeats; few forms of calls have one.
+    """
 
     name: str
     arguments: dict[str, Any]
     error: str = ""
+    id: str = ""
 
 
 class ToolAnswer(NamedTuple):
@@ -135,6 +139,11 @@ def answer_of(call: Call, tools: Sequence[Tool], seconds: float) -> ToolAnswer:
         known = ", ".join(tool.name for tool in tools)
         return ToolAnswer(capped(f"Error: there is no tool {call.name[:80]}, only {known}."), True)
     return tool.answer(call.arguments, seconds)
+
+
+def result_of(call: Call, text: str) -> dict[str, Any]:
+    """Return what a call came to as a message."""
+    return {"role": "tool", "name": call.name, "content": text} | ({"tool_call_id": call.id} if call.id else {})
 
 
 def capped(text: str) -> str:

@@ -49,7 +49,7 @@ class ChatRun(Section):
         min_length=1,
     )
     tools: list[OwnFunction] = Field(
-        "MODULE:FUNCTION of each function that the model may call, with types and docstring; on the terminal", []
+        "MODULE:FUNCTION of each function that the model may call, with types and docstring; not with --compare", []
     )
     max_calls: int = Field("calls of tools in the answer to a message", 8, ge=1)
     call_seconds: float = Field("time that a call may take", 10.0, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ import numpy as np
 from posttrain.data.calls import message_size
 from posttrain.data.filters import Example
 from posttrain.data.formats import TEXT
-from posttrain.models import Chat, Encoded, Message
-from posttrain.types import derive_seed
+from posttrain.models import Chat, Encoded, Message, Tools
+from posttrain.types import UserError, derive_seed
 
 TokenRow = tuple[np.ndarray, ...]  # one row of the dataset, column by column
 NO_PROMPT = "plain text has no prompt"
@@ -51,19 +52,25 @@ def shortened(row: Example, most: int) -> Example | None:
     return row._replace(dialogues=[messages[: kept[-1]]], shortened=True) if kept else None
 
 
-def encode_dialogues(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
-    """Return ids and mask of each row, or the reason to drop it. A row that is too long ends with the last trained
-    answer that fits whole. Plain text is trained whole, and may be cut anywhere."""
-    samples: list[Sample | str] = []
+def encode_dialogues(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str | UserError]:
+    """Return ids and mask of each row, or the reason to drop it, an error where the template cannot write it.
+
+    A row that is too long ends with the last trained answer that fits whole. Plain text is trained whole, and may be
+    cut anywhere.
+    """
+    samples: list[Sample | str | UserError] = []
     control = [name for name in chat.tokenizer.convert_ids_to_tokens(sorted(chat.control_ids)) if name]
     talking = [row for row in rows if not _is_plain(row)]
-    talks = iter(chat.encode_batch([row.dialogues[0] for row in talking], [row.tools for row in talking]))
+    talks = iter(_encoded([row.dialogues[0] for row in talking], [row.tools for row in talking], chat))
     for row in rows:
         text = row.dialogues[0][0]["content"]
         if _is_plain(row) and any(name in text for name in control):
             samples.append("text with control tokens, as a template writes them")
             continue
         encoded = _encode_text(text, chat) if _is_plain(row) else next(talks)
+        if isinstance(encoded, UserError):
+            samples.append(encoded)
+            continue
         ids, mask = np.array(encoded.ids, np.int32), np.array(encoded.mask, np.int8)
         whole = len(ids)
         if whole > max_length:
@@ -80,11 +87,15 @@ def encode_dialogues(rows: list[Example], chat: Chat, max_length: int) -> list[S
     return samples
 
 
-def encode_pairs(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
+def encode_pairs(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str | UserError]:
     """Return ids of each prompt up to the header of the answer, and of both answers with stop tokens, uncut."""
-    encoded = iter(chat.encode_batch([messages for row in rows for messages in row.dialogues]))
-    samples: list[Sample | str] = []
+    dialogues = [messages for row in rows for messages in row.dialogues]
+    encoded = iter(_encoded(dialogues, [None] * len(dialogues), chat))
+    samples: list[Sample | str | UserError] = []
     for chosen, rejected in zip(encoded, encoded, strict=True):
+        if not (isinstance(chosen, Encoded) and isinstance(rejected, Encoded)):
+            samples.append(next(each for each in (chosen, rejected) if isinstance(each, UserError)))
+            continue
         prompt, better = _last_answer(chosen.ids, chosen.mask)
         same_prompt, worse = _last_answer(rejected.ids, rejected.mask)
         trained = len(better) + len(worse)
@@ -101,20 +112,57 @@ def encode_pairs(rows: list[Example], chat: Chat, max_length: int) -> list[Sampl
     return samples
 
 
-def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
+def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str | UserError]:
     """Return ids of the messages before an answer, up to its header; none is cut."""
-    samples: list[Sample | str] = []
+    samples: list[Sample | str | UserError] = []
     for row in rows:
         messages = question_messages(row)
         if messages is None:
             samples.append(NO_PROMPT)
             continue
-        ids = np.array(chat.prompt(messages, row.tools), np.int32)
+        prompt = prompt_ids(messages, row.tools, chat)
+        if isinstance(prompt, UserError):
+            samples.append(prompt)
+            continue
+        ids = np.array(prompt, np.int32)
         if len(ids) > max_length:
             samples.append(f"longer than {max_length} tokens")
         else:
             samples.append(Sample((ids,), len(ids), trained=1))
     return samples
+
+
+def prompt_ids(messages: list[Message], tools: Tools | None, chat: Chat) -> list[int] | UserError:
+    """Return ids up to the header of the answer, or why the template cannot write this prompt."""
+    try:
+        return chat.prompt(messages, tools)
+    except UserError as error:
+        _require_tools(messages, tools, chat)
+        return error
+
+
+def _encoded(
+    dialogues: Sequence[list[Message]], tools: Sequence[Tools | None], chat: Chat
+) -> Sequence[Encoded | UserError]:
+    """Return ids and mask of each dialogue, or why the template cannot write it."""
+    try:
+        return chat.encode_batch(dialogues, tools)
+    except UserError:  # of some row, which is found by encoding each alone
+        return [_encoded_alone(*each, chat) for each in zip(dialogues, tools, strict=True)]
+
+
+def _encoded_alone(messages: list[Message], tools: Tools | None, chat: Chat) -> Encoded | UserError:
+    try:
+        return chat.encode(messages, tools)
+    except UserError as error:
+        _require_tools(messages, tools, chat)
+        return error
+
+
+def _require_tools(messages: list[Message], tools: Tools | None, chat: Chat) -> None:
+    """Raise UserError where a row has tools and its template knows none, which is no fault of the row."""
+    if tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        chat.require_tools(bool(tools))
 
 
 def _encode_text(text: str, chat: Chat) -> Encoded:

@@ -31,6 +31,7 @@ from posttrain.data.encoding import (
     encode_pairs,
     encode_prompts,
     most_characters,
+    prompt_ids,
     question_messages,
     shortened,
 )
@@ -43,7 +44,7 @@ from posttrain.types import UserError, derive_seed
 ENCODE_AT_ONCE = 512
 CHARACTERS_AT_ONCE = 4_000_000  # a tokenizer takes some 200 bytes for each
 
-Encode = Callable[[list[Example], Chat, int], list[Sample | str]]
+Encode = Callable[[list[Example], Chat, int], list[Sample | str | UserError]]
 
 SFT_COLUMNS = Features({"input_ids": List(Value("int32")), "assistant_masks": List(Value("int8"))})
 PREFERENCE_COLUMNS = Features({name: List(Value("int32")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
@@ -133,8 +134,10 @@ def load_questions(data: DataSection, chat: Chat) -> tuple[list[PromptQuestion],
                 if sum(len(message["content"]) for message in messages) > characters:
                     report.drop(f"longer than {data.max_length} tokens")
                     continue
-                ids = chat.prompt(messages)
-                if source.rows is not None and len(questions) - drawn == source.rows:
+                ids = prompt_ids(messages, None, chat)
+                if isinstance(ids, UserError):
+                    report.drop_unwritten(ids)
+                elif source.rows is not None and len(questions) - drawn == source.rows:
                     report.drop("not drawn")
                 elif known.seen_in(row):
                     report.drop("in an evaluation set")
@@ -281,6 +284,8 @@ def _tokenise(
         for row, sample in zip(clean, encode(clean, chat, max_length), strict=True):
             if len(kept) == most:
                 report.drop("not drawn")
+            elif isinstance(sample, UserError):
+                report.drop_unwritten(sample)
             elif isinstance(sample, str):
                 report.drop(sample)
             else:
@@ -359,7 +364,8 @@ def _require_something(table: FilterTable, section: str) -> None:
 
 
 def _remedy(report: SourceReport) -> str:
-    return "".join(f"{does} " for why, does in REMEDIES.items() if any(one.startswith(why) for one in report.dropped))
+    does = [does for why, does in REMEDIES.items() if any(one.startswith(why) for one in report.dropped)]
+    return "".join(f"{each} " for each in [*does, *([report.unwritten] if report.unwritten else [])])
 
 
 def _dataset(rows: list[TokenRow], columns: Features) -> Dataset:

@@ -11,9 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.data.local import printable
+from posttrain.types import UserError
 
 MOST_REASONS = 40
 MOST_COLUMNS = 8
+UNWRITTEN = "not written by the chat template"
 RECOGNISED = ("messages", "preferences", "prompts")  # kinds whose rows come in several formats
 
 
@@ -21,8 +23,9 @@ RECOGNISED = ("messages", "preferences", "prompts")  # kinds whose rows come in 
 class SourceReport:
     """One source: SourceReport("trl-lib/Capybara", "capybara", "Apache-2.0", read=15806, dropped={"uses code": 3}).
 
-    `formats` counts the rows of each format, and `unread` are the unused columns. `cut` rows lost a last turn of the
-    user without an answer, `truncated` ones what was too long.
+    `formats` counts the rows of each format, and `unread` are the unused columns. `unwritten` is why the template
+    cannot write the first row of that reason. `cut` rows lost a last turn of the user without an answer, `truncated`
+    ones what was too long.
 
     `train` and `held_out` are different rows; `per_epoch`, `tokens` and `trained_tokens` count what one epoch sees, so
     with weight 2 each training row twice.
@@ -35,6 +38,7 @@ class SourceReport:
     dropped: dict[str, int] = field(default_factory=dict)
     formats: dict[str, int] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+    unwritten: str = ""
     cut: int = 0
     truncated: int = 0
     train: int = 0
@@ -48,6 +52,11 @@ class SourceReport:
         if rows:
             reason = reason if reason in self.dropped or len(self.dropped) < MOST_REASONS else "other reasons"
             self.dropped[reason] = self.dropped.get(reason, 0) + rows
+
+    def drop_unwritten(self, why: UserError) -> None:
+        """Count a row that the chat template cannot write, and keep the first reason."""
+        self.drop(UNWRITTEN)
+        self.unwritten = self.unwritten or str(why)
 
     def recognised(self, form: str, unread: Iterable[str]) -> None:
         """Count a row of this format; `unread` are its unused columns."""
@@ -111,4 +120,9 @@ class FilterTable:
         line("tokens per epoch", [source.tokens for source in self.sources])
         line(f"  {self.trained}", [source.trained_tokens for source in self.sources], "bold")
         notes = [f"[{n}] {one.note()}" for n, one in enumerate(self.sources, 1)]
+        notes += [
+            f"[{n}] the first row that is {UNWRITTEN}: {one.unwritten}"
+            for n, one in enumerate(self.sources, 1)
+            if one.unwritten
+        ]
         return Group(table, *map(Text, [*notes, *self.notes]))

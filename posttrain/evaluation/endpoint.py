@@ -19,13 +19,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, get_args
 
 from envs.web import MOST_BYTES, BadStatus
 from posttrain.config import Endpoint, OptionalField
+from posttrain.evaluation.replies import Nonsense, Reply, read_reply, tokens_of
 from posttrain.types import SamplingParams, UserError
 
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # statuses worth another attempt
@@ -34,32 +35,8 @@ LONGEST_WAIT = 600.0  # seconds: the longest Retry-After, and the longest time w
 RISE = 20  # answers after which one more request runs at a time, where a 429 has lowered the number
 SECRET = 8  # characters of the shortest key that is masked in answers: "none" and "EMPTY" are words
 OPTIONAL = get_args(OptionalField)  # fields of a request that may be left out
+OF_MESSAGES = ("role", "content", "tool_calls", "tool_call_id")  # keys, those sent
 HEADERS = ("host", "accept", "content-type", "content-length", "x-stainless-raw-response")  # of openai's, those sent
-MOST_TOKENS = 10**12  # of one reply; a larger number is an error of the server
-
-
-Usage = tuple[int | None, int | None]  # tokens of a prompt and of its answer; None where the server did not say
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer of a model: Reply("Right.", finished=True, prompt_tokens=31, completion_tokens=3).
-
-    finished: False if it was cut off at the longest answer. The server counts the tokens; None where it does not say.
-    """
-
-    text: str
-    finished: bool
-    prompt_tokens: int | None
-    completion_tokens: int | None
-
-
-class Nonsense(ValueError):
-    """A reply with status 200 that is not an answer; `usage` is its cost in tokens, where it says so."""
-
-    def __init__(self, words: str, usage: Usage = (None, None)) -> None:
-        super().__init__(words)
-        self.usage = usage
 
 
 def api_key(endpoint: Endpoint) -> str | None:
@@ -184,9 +161,16 @@ class Client:
         await self._openai.close()
         await self._loop.shutdown_default_executor()
 
-    def begin(self, messages: Sequence[dict[str, str]], params: SamplingParams, seed: int) -> Future[Reply]:
-        """Send a request, unless its reply is kept, and return the future of the reply."""
-        return asyncio.run_coroutine_threadsafe(self._reply(request(self.endpoint, messages, params, seed)), self._loop)
+    def begin(
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        seed: int,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Future[Reply]:
+        """Send a request, unless its reply is kept, and return the future of the reply. tools: schemas."""
+        content = request(self.endpoint, messages, params, seed) | ({"tools": list(tools)} if tools else {})
+        return asyncio.run_coroutine_threadsafe(self._reply(content), self._loop)
 
     async def _reply(self, content: dict[str, Any]) -> Reply:
         sent = {key: value for key, value in content.items() if key not in self.endpoint.leave_out}
@@ -208,7 +192,8 @@ class Client:
                 if self._over.is_set():
                     raise self._problem
                 try:
-                    reply = read_reply(json.loads(await self._send(content)), content[self.endpoint.tokens_field])
+                    answer, longest = json.loads(await self._send(content)), content[self.endpoint.tokens_field]
+                    reply = read_reply(answer, longest, calls="tools" in content)
                 except BadStatus as error:
                     failed = self._temporary_failure(error, began)
                     attempt -= error.status == 429  # not a failure
@@ -222,7 +207,7 @@ class Client:
                     failed = self._without_key(cause(error))[:300]
                 else:
                     self._pace.answered()
-                    return replace(reply, text=self._without_key(reply.text, SECRET))
+                    return reply.changed(lambda text: self._without_key(text, SECRET))
         raise self._give_up(f"has not answered a request {self.endpoint.attempts} times; the last: {failed}.") from None
 
     async def _send(self, content: dict[str, Any]) -> bytes:
@@ -320,12 +305,12 @@ def cause(error: BaseException) -> str:
 
 
 def request(
-    endpoint: Endpoint, messages: Sequence[dict[str, str]], params: SamplingParams, seed: int
+    endpoint: Endpoint, messages: Sequence[dict[str, Any]], params: SamplingParams, seed: int
 ) -> dict[str, Any]:
     """Return the body of a request. Settings that OpenAI does not have are named as in vLLM, and only sent if set."""
     content: dict[str, Any] = {
         "model": endpoint.model,
-        "messages": [{"role": message["role"], "content": message["content"]} for message in messages],
+        "messages": [{key: message[key] for key in OF_MESSAGES if key in message} for message in messages],
         endpoint.tokens_field: params.max_new_tokens,
         "temperature": params.temperature,
         "seed": seed % (1 << 31),  # some servers take 32 bits
@@ -355,49 +340,6 @@ def remedy(words: str, endpoint: Endpoint) -> str:
             f"If it names the limit of an answer otherwise, write tokens_field: {other} in this checkpoint's section."
         )
     return f"Change this checkpoint's section; with leave_out some of {', '.join(OPTIONAL)} are not sent."
-
-
-def read_reply(answer: Any, longest: int | None = None) -> Reply:
-    """Return the answer in a chat completion.
-
-    A thought that the server returns separately (`reasoning_content`) is put in front of the answer, in <think> tags.
-    Without finish_reason an answer is finished unless the server says that it has `longest` tokens.
-
-    Raises:
-        Nonsense: the reply is not a chat completion.
-    """
-    usage = usage_of(answer)
-    try:
-        choice = answer["choices"][0]
-        message, reason = choice["message"], choice.get("finish_reason")
-        text, thought = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
-    except (LookupError, TypeError, AttributeError):
-        raise Nonsense("a reply without choices[0].message", usage) from None
-    if not isinstance(text, str | None) or not isinstance(thought, str | None):
-        raise Nonsense("a reply whose content is not text", usage)
-    if text is None and thought is None and reason != "content_filter":
-        raise Nonsense("a reply without a text", usage)
-    text = (f"<think>{thought}</think>" if thought else "") + (text or "")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Nonsense("a reply with half a character", usage) from None
-    full = longest is not None and usage[1] is not None and usage[1] >= longest
-    return Reply(text, reason != "length" and not (full and reason is None), *usage)
-
-
-def usage_of(answer: Any) -> Usage:
-    """Return (prompt tokens, completion tokens) of an answer; None for each that it does not say."""
-    usage = answer.get("usage") if isinstance(answer, dict) else None
-    usage = usage if isinstance(usage, dict) else {}
-    return tokens_of(usage.get("prompt_tokens")), tokens_of(usage.get("completion_tokens"))
-
-
-def tokens_of(number: Any) -> int | None:
-    """Return a number of tokens as int (10 for 10.0), and None for anything that cannot be one."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= MOST_TOKENS:
-        return None
-    return int(number) if number == int(number) else None
 
 
 def read_kept(kept: Path) -> dict[str, Reply]:

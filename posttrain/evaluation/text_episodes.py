@@ -1,15 +1,23 @@
-"""How does an endpoint play the episodes that local models play in tokens?  Messages take the place of tokens."""
+"""How does an endpoint play the episodes that local models play in tokens?  Messages take the place of tokens.
+
+Tools are sent as OpenAI's `tools`. A reply with `tool_calls` becomes a turn whose text shows them in Hermes' form, and
+results are sent as messages of the role tool.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
-from posttrain.evaluation.endpoint import Client, Reply
-from posttrain.models import Chat, Message
+from envs.tools import Call
+from posttrain.evaluation.endpoint import Client
+from posttrain.evaluation.replies import Reply
+from posttrain.models import Chat, Message, Said, Tools, parsed_json, tools_key
 from posttrain.rollout import Histories, Then, TurnRequest
-from posttrain.types import Completion, SamplingParams
+from posttrain.types import Completion, SamplingParams, UserError, one_line
 
 STOP = -1  # the last id of a complete answer
 CHARACTERS = 4  # of a token, where no local checkpoint has a tokenizer
@@ -22,25 +30,47 @@ class TextChat:
     a local model. Without a `chat`, a token is `CHARACTERS` long.
     """
 
+    lead = ""  # as Chat's
+
     def __init__(self, chat: Chat | None) -> None:
         self.chat = chat
         self.messages: list[Message] = []
+        self._tools: dict[int, list[Message]] = {}  # the schemas of a conversation, by its first message
+        self._said: dict[str, Said] = {}  # turns with calls, by their text
 
-    def numbered(self, role: str, text: str, tokens: int) -> list[int]:
+    def numbered(self, message: Message, tokens: int) -> list[int]:
         """Add a message, and return its number repeated for each of its tokens."""
-        self.messages.append({"role": role, "content": text})
+        self.messages.append(message)
         return [len(self.messages) - 1] * max(1, tokens)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def _counted(self, count: Callable[[Chat], Sequence[int]], messages: Sequence[Message], tools: Tools | None) -> int:
+        """Return the tokens of messages in `chat`, where there is one whose template can write them."""
+        try:
+            if self.chat is not None:
+                return len(count(self.chat))
+        except UserError:
+            if not tools:
+                raise
+        return sum(_length(each["content"]) for each in messages) + (_length(json.dumps(tools)) if tools else 0)
+
+    def check_tools(self, tools: Tools) -> None:
+        """Raise UserError where these are not schemas; whether the server knows tools shows its first reply."""
+        tools_key(tools)
+
+    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the ids of a conversation, as many as `Chat.prompt` gives."""
-        total = len(self.chat.prompt(messages)) if self.chat else sum(_length(m["content"]) for m in messages)
-        ids = [number for m in messages for number in self.numbered(m["role"], m["content"], 1)]
+        total = self._counted(lambda chat: chat.prompt(messages, tools), messages, tools)
+        ids = [number for m in messages for number in self.numbered({"role": m["role"], "content": m["content"]}, 1)]
+        if tools:
+            self._tools[ids[0]] = [_sent_schema(tool) for tool in tools]
         return ids + ids[-1:] * (total - len(ids))
 
-    def extend(self, user: str, *, finished: bool = True) -> list[int]:
-        """Return the ids of a user message, as many as `Chat.extend` gives."""
-        tokens = len(self.chat.extend(user, finished=finished)) if self.chat else _length(user)
-        return self.numbered("user", user, tokens)
+    def extend(self, said: str | Sequence[Message], *, finished: bool = True, tools: Tools | None = None) -> list[int]:
+        """Return the ids of a user message, or of results, as many as `Chat.extend` gives."""
+        messages: Sequence[Message] = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        tokens = self._counted(lambda chat: chat.extend(said, finished=finished, tools=tools), messages, None)
+        ids = [number for m in messages for number in self.numbered({"role": m["role"], "content": m["content"]}, 1)]
+        return ids + ids[-1:] * (tokens - len(ids))
 
     def content_ids(self, text: str) -> list[int]:
         """Return no ids: the text is a forced opening tag, and an endpoint's answer cannot be begun for it."""
@@ -48,16 +78,41 @@ class TextChat:
 
     def completion(self, reply: Reply) -> Completion:
         """Return a reply in ids, with log-probs of 0."""
-        tokens = len(self.chat.content_ids(reply.text)) if self.chat else _length(reply.text)
-        ids = self.numbered("assistant", reply.text, tokens) + [STOP] * reply.finished
+        message: Message = {"role": "assistant", "content": reply.text}
+        if reply.calls:
+            message |= {"tool_calls": reply.calls}
+            self._said[_text_of(message)] = Said(reply.text, list(map(_call_of, reply.calls)))
+        text = _text_of(message)
+        tokens = len(self.chat.content_ids(text)) if self.chat else _length(text)
+        ids = self.numbered(message, tokens) + [STOP] * reply.finished
         return Completion(ids, [0.0] * len(ids), reply.finished)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the texts of the messages in these ids, one after the other."""
-        return "".join(message["content"] for message in self.of(ids))
+        return "".join(map(_text_of, self._in(ids)))
+
+    def read_calls(self, text: str) -> Said:
+        """Return what a reply of this text called; only `tool_calls` are calls, not what stands in a content."""
+        return self._said.get(text) or Said(text, [])
 
     def of(self, ids: Sequence[int]) -> list[Message]:
-        """Return the messages in these ids."""
+        """Return the messages in these ids as they are sent: each result names its call."""
+        sent: list[Message] = []
+        names: list[str] = []  # of the calls whose results follow
+        for message in self._in(ids):
+            if calls := message.get("tool_calls"):
+                names = [call["id"] for call in calls]
+                message = message | {"content": message["content"] or None}
+            elif message["role"] == "tool":
+                message = message | {"tool_call_id": names.pop(0)}
+            sent.append(message)
+        return sent
+
+    def tools_of(self, ids: Sequence[int]) -> list[Message] | None:
+        """Return the schemas of the conversation that these ids begin."""
+        return self._tools.get(ids[0])
+
+    def _in(self, ids: Sequence[int]) -> list[Message]:
         return [self.messages[number] for number, _ in itertools.groupby(ids) if number != STOP]
 
 
@@ -72,12 +127,41 @@ class TextSampler(Histories):
         handles: dict[Future[Reply], int] = {}  # of the conversations that wait for a reply
         while turns or handles:
             for handle, seed in turns:
-                handles[self.client.begin(self.chat.of(self._ids[handle]), params, seed)] = handle
+                ids = self._ids[handle]
+                handles[self.client.begin(self.chat.of(ids), params, seed, self.chat.tools_of(ids))] = handle
             done, _ = wait(handles, return_when=FIRST_COMPLETED)
             written = [(handles.pop(future), self.chat.completion(future.result())) for future in done]
             for handle, completion in written:
                 self._ids[handle].extend(completion.ids)
             turns = then(sorted(written, key=lambda one: one[0]))
+
+
+def _text_of(message: Message) -> str:
+    """Return a message as it stands in transcripts, with its calls."""
+    called = [
+        f'<tool_call>\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        f"{function['arguments']}}}\n</tool_call>"
+        for function in (call["function"] for call in message.get("tool_calls") or [])
+    ]
+    return "\n".join([*([message["content"]] if message["content"] or not called else []), *called])
+
+
+def _call_of(call: Message) -> Call:
+    """Return a call of a reply, with an error where its arguments cannot be read."""
+    name = call["function"]["name"]
+    try:
+        arguments = parsed_json(call["function"]["arguments"].strip() or "{}")
+    except ValueError as error:
+        return Call(name, {}, f"The arguments of the call are not valid JSON: {one_line(error)}.")
+    if not isinstance(arguments, dict):
+        return Call(name, {}, "The arguments of the call are not an object.")
+    return Call(name, arguments)
+
+
+def _sent_schema(tool: Mapping[str, Any]) -> Message:
+    """Return a schema with the keys that servers know: transformers adds `return`, which some refuse."""
+    known = {key: tool["function"][key] for key in ("name", "description", "parameters") if key in tool["function"]}
+    return {"type": "function", "function": known}
 
 
 def _length(text: str) -> int:

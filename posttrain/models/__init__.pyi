@@ -59,8 +59,10 @@ from .requests import (
 from .tools import (
     Said as Said,
     Tools as Tools,
+    nine as nine,
     parsed_json as parsed_json,
     plain_calls as plain_calls,
+    texts_in as texts_in,
     tools_key as tools_key,
     without_nothing as without_nothing,
 )

@@ -28,7 +28,7 @@ from tokenizers import AddedToken
 from posttrain.config import find_file
 from posttrain.files import read_text
 from posttrain.models.literals import REMEDY, Literals, Message
-from posttrain.models.tools import Said, Tools, read_calls, tools_key
+from posttrain.models.tools import TOOL_CALLS, Said, Tools, read_calls, tools_key
 from posttrain.runtime import panics_in_words, plain_text_tokenizer
 from posttrain.types import UserError
 
@@ -161,7 +161,10 @@ class Chat(Literals):
         """Return `encode` of many conversations: all their contents go through the tokenizer together."""
         keys = [None] * len(dialogues) if tools is None else list(map(tools_key, tools))
         structures = [self._structure(messages, tools=key) for messages, key in zip(dialogues, keys, strict=True)]
-        cuts = [[_cut(message, self.written(message)) for message in messages] for messages in dialogues]
+        cuts = [
+            [_cut(message, self.written(message), self.lead) for message in self.with_ids(messages)]
+            for messages in dialogues
+        ]
         texts = [text for cut in cuts for message in cut for text, _ in message.pieces]
         contents = iter(self._content_ids(texts))
         encoded = []
@@ -170,7 +173,7 @@ class Chat(Literals):
             mask = [False] * len(ids)
             for message, literal in zip(cut, literals[1:], strict=True):
                 for text, trained in message.pieces:
-                    content = self._without(next(contents), text, self._kept_out(message.role, key))
+                    content = self._own(next(contents), text, message.role, key, message.calls)
                     ids += content
                     mask += [trained] * len(content)
                 ids += literal
@@ -201,12 +204,13 @@ class Chat(Literals):
 
     def _following(self, messages: Sequence[Message], literals: Sequence[list[int]], tools: str | None) -> list[int]:
         """Return each message's content and the literal behind it."""
+        messages = self.with_ids(messages)
         texts = list(map(self.written, messages))
         ids: list[int] = []
         for message, text, content, literal in zip(
             messages, texts, self._content_ids(texts), literals[1:], strict=True
         ):
-            ids += self._without(content, text, self._kept_out(message["role"], tools)) + literal
+            ids += self._own(content, text, message["role"], tools, bool(message.get("tool_calls"))) + literal
         return ids
 
     def check_tools(self, tools: Tools) -> None:
@@ -276,6 +280,13 @@ class Chat(Literals):
             return self.control_ids
         return self._with_tools[tools is not None]
 
+    def _own(self, ids: list[int], text: str, role: str, tools: str | None, calls: bool) -> list[int]:
+        """Return the ids of what a message wrote without control tokens, but for the one that calls begin with."""
+        if not calls or self.marker is None or not text.startswith(TOOL_CALLS):
+            return self._without(ids, text, self._kept_out(role, tools))
+        rest = text.removeprefix(TOOL_CALLS)
+        return [self.marker, *self._without(self._content_ids([rest])[0], rest, self._kept_out(role, tools))]
+
     def _without(self, ids: list[int], text: str, control: frozenset[int]) -> list[int]:
         """Return the ids of a text without control tokens, which are split after their first character."""
         if control.isdisjoint(ids):
@@ -306,28 +317,36 @@ class _Cut(NamedTuple):
     role: str
     pieces: list[tuple[Any, bool]]
     is_answer: bool
+    calls: bool = False
 
 
-def _cut(message: Message, content: Any) -> _Cut:
-    """Cut what a message wrote, its content and its calls; `mask_spans` count from the beginning of the content."""
-    role, spans = message["role"], message.get("mask_spans")
+def _cut(message: Message, content: Any, lead: str) -> _Cut:
+    """Cut what a message wrote, its content and its calls; `mask_spans` count from the beginning of the content.
+
+    lead: white space that may have been put before the content.
+    """
+    role, spans, calls = message["role"], message.get("mask_spans"), bool(message.get("tool_calls"))
     if message.get("train") is False:
-        return _Cut(role, [(content, False)], False)
+        return _Cut(role, [(content, False)], False, calls)
     if spans is None or len(spans) == 0 or not isinstance(content, str):
-        return _Cut(role, [(content, role == "assistant")], role == "assistant")
+        return _Cut(role, [(content, role == "assistant")], role == "assistant", calls)
     if role != "assistant":
         raise UserError(f"mask_spans {spans} belong to a message with role {role!r}: only answers are trained.")
-    if message.get("tool_calls") and not content.startswith(message.get("content") or ""):
+    if calls and not content.startswith(message.get("content") or ""):
         raise UserError(f"mask_spans {spans} belong to an answer with calls, whose content the template changes.")
+    added = 0 if calls or content == message["content"] else len(lead)
     pieces: list[tuple[str, bool]] = []
     at = 0
-    for start, end in sorted((int(a), int(b)) for a, b in spans):
-        if not 0 <= start <= end <= len(content):
-            raise UserError(f"mask_spans holds [{start}, {end}), outside a content of {len(content)} characters.")
+    for start, end in sorted((int(a) + added, int(b) + added) for a, b in spans):
+        if not added <= start <= end <= len(content):
+            raise UserError(
+                f"mask_spans holds [{start - added}, {end - added}), outside a content of {len(content) - added}"
+                " characters."
+            )
         if max(start, at) < end:
             pieces += [(content[at:start], True), (content[max(start, at) : end], False)]
             at = end
-    return _Cut(role, [*pieces, (content[at:], True)], True)
+    return _Cut(role, [*pieces, (content[at:], True)], True, calls)
 
 
 def _is_text(content: object) -> bool:

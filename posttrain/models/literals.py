@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
@@ -18,12 +19,16 @@ from posttrain.models.tools import (
     OPEN,
     PROBE,
     PROBE_CALL,
+    TOOL_CALLS,
     Form,
     form_of,
     hermes_text,
+    named_results,
     names_of,
+    nine,
     parsed_json,
     plain_calls,
+    texts_in,
 )
 from posttrain.types import UserError, one_line
 
@@ -39,6 +44,7 @@ REMEDY = (
     "Write chat.template=chatml to train with this project's ChatML template, or "
     "chat.template=FILE with a corrected copy of the model's own."
 )
+MARK = "\ue002" * 9  # stands for the id of a call
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private-use characters: no template contains them
 RESULT = '\n He said: "4\\5"\n\tü <b>\n'  # a tool's result that shows whether a template changes results
 
@@ -50,6 +56,7 @@ class Literals:
     template: str
     stop_id: int
     control_ids: frozenset[int]
+    lead = ""  # the white space with which an answer begins, where the header does not end with it: " " in Mistral's v3
     _backend: Tokenizer
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, origin: str) -> None:
@@ -62,6 +69,7 @@ class Literals:
         self._pieces: dict[Shape, list[list[int]]] = template_limits.Kept()
         self._accepted: dict[Shape, list[list[int]]] = template_limits.Kept()
         self._with_tools: dict[bool, frozenset[int]] = {}  # the tokens that results must not hold
+        self._no_system = self._one_question = False
 
     # Literals
 
@@ -74,7 +82,17 @@ class Literals:
             if unknown := [role for role in roles if role not in ROLES]:
                 raise UserError(f"A message has the role {unknown[0]!r}, but a role is one of {', '.join(ROLES)}.")
             if tools is not None or "tool" in roles:
-                self._check_tools(tools is not None)
+                self.require_tools(tools is not None)
+            if self._no_system and "system" in roles:
+                self._refuse(
+                    "leaves out a system message once an answer follows, so it cannot stay where it was sampled after:"
+                    " write its text into the first message of the user"
+                )
+            if self._one_question and tools is not None and roles.count("user") > 1:
+                self._refuse(
+                    "shows tools before the last message of the user alone, so a second one would change what the"
+                    " earlier turns were sampled after: a dialogue with tools can have only one"
+                )
             literals = self._literal_ids(roles, open_turn, tools)
             for role, literal in zip(roles, literals[1:], strict=True):
                 if role == "assistant" and (not literal or literal[0] != self.stop_id):
@@ -91,7 +109,7 @@ class Literals:
         texts = "".join(self._literal_texts(roles, open_turn, tools))
         if hidden := [name for name in names_of(tools) if name not in texts]:
             self._refuse(f"does not show the tool {hidden[0]} to the model")
-        plain = "\n".join(_strings(parsed_json(tools)))
+        plain = "\n".join(texts_in(parsed_json(tools)))
         if held := [name for name in self.control_names() if name in plain]:
             raise UserError(
                 f"The schema of a tool holds the control token {held[0]}, which the model would read as one. Remove it"
@@ -112,11 +130,22 @@ class Literals:
     def _literal_texts(self, roles: tuple[str, ...], open_turn: bool, tools: str | None = None) -> list[str]:
         shape = (roles, open_turn, tools)
         if shape not in self._texts:
-            parts = _PLACEHOLDER.split(self._render(_placeholders(roles), open_turn, tools))
+            parts = _PLACEHOLDER.split(self._framed(self._render(self._stand_ins(roles), open_turn, tools)))
             if parts[1::2] != [str(i) for i in range(len(roles))]:
                 self._refuse(f"drops, repeats or moves messages of a dialogue {roles}")
-            self._texts[shape] = parts[0::2]
+            self._texts[shape] = self._around(roles, parts[0::2])
         return self._texts[shape]
+
+    def _around(self, roles: tuple[str, ...], texts: list[str]) -> list[str]:
+        """Return literals without what belongs to the messages: white space before answers, ids behind results."""
+        for i, role in enumerate(roles):
+            if role == "assistant":
+                texts[i] = texts[i].removesuffix(self.lead)
+            elif role == "tool":
+                texts[i + 1] = texts[i + 1].rpartition(MARK)[2]
+        if any(MARK in text for text in texts):
+            self._refuse("writes the ids of calls before their results")
+        return texts
 
     def _render(self, messages: list[Message], open_turn: bool, tools: str | None = None) -> str:
         try:
@@ -148,15 +177,21 @@ class Literals:
 
     def _check_template(self) -> None:
         """Find the stop token; raise UserError if the template can't be marked or rewrites earlier messages."""
-        turns = ("user", "assistant") * 3 + ("user",)
+        turns: tuple[str, ...] = ("user", "assistant") * 3 + ("user",)
         dialogues = [_placeholders(roles) for roles in (("user",), ("system", *turns))]
         words = template_limits.why_not(self.template, self.tokenizer.special_tokens_map, dialogues)
         if words:
             raise UserError(f"{self._origin} cannot be used: {words} for a short dialogue. {REMEDY}")
+        opened, answered = self._render(dialogues[0], True), self._render(_placeholders(turns[:2]), False)
+        header = answered.partition("\ue0001\ue001")[0]
+        if header.startswith(opened) and header[len(opened) :].isspace():
+            self.lead = header[len(opened) :]
         accepted: list[tuple[str, ...]] = [turns]
         try:
             self._literal_texts(("system", "user"), False)
-            accepted.append(("system", *turns))
+            answered = self._render(_placeholders(("system", "user", "assistant")), False)
+            self._no_system = "\ue0000\ue001" not in answered
+            accepted += [] if self._no_system else [("system", *turns)]
         except UserError as error:
             if not isinstance(error.__cause__, jinja2.TemplateError):
                 raise  # a template may refuse system messages, in words; then so do we, when one comes
@@ -205,9 +240,15 @@ class Literals:
             "user": "Which way\nnow?",
             "assistant": "<think>\nThe ice is left.\n</think>\n\n<answer>Right</answer>",
         }
+        messages: list[Message] = [  # each different: some templates find a message by its content
+            {"role": role, "content": f"{n}. {says[role]}" if role == "user" else says[role]}
+            for n, role in enumerate(roles)
+        ]
         literals = self._literal_texts(roles, False)
-        expected = literals[0] + "".join(says[role] + text for role, text in zip(roles, literals[1:], strict=True))
-        if self._render([{"role": role, "content": says[role]} for role in roles], False) != expected:
+        expected = literals[0] + "".join(
+            self.written(message) + text for message, text in zip(messages, literals[1:], strict=True)
+        )
+        if self._render(messages, False) != expected:
             self._refuse(
                 "rewrites messages (many remove <think>...</think> from earlier answers), so training and "
                 "sampling would see different tokens"
@@ -226,13 +267,14 @@ class Literals:
     @cached_property
     def call_form(self) -> Form:
         """The form of the calls that the template writes. UserError where it writes none that can be read."""
-        call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+        call = {"role": "assistant", "content": "", "tool_calls": [self._probe_call]}
         if not self._writes_calls:
             if OPEN in self._render(_placeholders(("user",)), False, PROBE):
                 return "hermes"  # as SmolLM3: its system message explains the form, and calls are left to contents
             self._refuse("leaves out calls of tools")
         written = self._between(("user",), call)
-        if control := next((name for name in self.control_names() if name in written), None):
+        plain = written.removeprefix(TOOL_CALLS)  # a control token of Mistral's, which calls begin with
+        if control := next((name for name in self.control_names() if name in plain), None):
             self._refuse(f"writes calls of tools with the control token {control}, which no text of a turn can hold")
         form = form_of(written)
         if form is None and getattr(self.tokenizer, "response_template", None) is not None:
@@ -245,12 +287,74 @@ class Literals:
     def _writes_calls(self) -> bool:
         message: Message = {"role": "assistant", "content": "Now."}
         user = _placeholders(("user",))
-        with_call = self._render([*user, message | {"tool_calls": [PROBE_CALL]}], False, PROBE)
+        with_call = self._render([*user, message | {"tool_calls": [self._probe_call]}], False, PROBE)
         return with_call != self._render([*user, message], False, PROBE)
 
     @cached_property
+    def _wants_ids(self) -> bool:
+        """Whether the template takes calls with ids of nine characters alone."""
+        plain, with_id = ([{"tool_calls": [PROBE_CALL | more]}] for more in ({}, {"id": MARK}))
+        return not self._writes(plain) and self._writes(with_id)
+
+    def _writes(self, messages: Sequence[Message]) -> bool:
+        """Return whether the template writes these messages behind one of the user, in this order."""
+        try:
+            self._render(
+                [*_placeholders(("user",)), *({"role": "assistant", "content": ""} | m for m in messages)], False
+            )
+        except UserError:
+            return False
+        return True
+
+    @property
+    def _probe_call(self) -> Message:
+        return PROBE_CALL | {"id": nine("", 0)} if self._wants_ids else PROBE_CALL
+
+    @cached_property
+    def _frame(self) -> tuple[str, str] | None:
+        """What stands around the name in a call, where the template takes results after calls alone."""
+        result = {"role": "tool", "content": "", "tool_call_id": MARK}
+        if not self._wants_ids or self._writes([{}, result, {}]):
+            return None
+        before, after = self._literal_texts(("user",), True)[1], self._literal_texts(("user", "assistant"), False)[2]
+        parts = _PLACEHOLDER.split(self._render([*_placeholders(("user",)), _stand_in_call(1)], False))
+        return parts[2].removeprefix(before), parts[4].removesuffix(after)
+
+    def _stand_ins(self, roles: Sequence[str]) -> list[Message]:
+        """Return `_placeholders`, with ids and calls where the template does not write results without them."""
+        messages = _placeholders(roles)
+        if "tool" in roles and self._wants_ids:
+            for i, (role, following) in enumerate(pairwise([*roles, ""])):
+                if role == "tool":
+                    messages[i]["tool_call_id"] = MARK
+                elif role == "assistant" and following == "tool" and self._frame is not None:
+                    messages[i] = _stand_in_call(i)
+        return messages
+
+    def _framed(self, rendered: str) -> str:
+        """Return a rendered text in which the place of each `_stand_in_call` is all of its call."""
+        if MARK not in rendered or self._frame is None:
+            return rendered
+        before, after = map(re.escape, self._frame)
+        return re.sub(f"{before}({_PLACEHOLDER.pattern}){after}", r"\1", rendered)
+
+    @cached_property
+    def marker(self) -> int | None:
+        """The control token that calls begin with, which is sampled as part of a turn; None where there is none."""
+        number = self._backend.token_to_id(TOOL_CALLS)
+        return number if self.call_form == "mistral" and number in self.control_ids else None
+
+    def with_ids(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages in which each result names its call, where the template asks for that."""
+        has_results = any(message["role"] == "tool" for message in messages)
+        return named_results(messages) if has_results and self._wants_ids else messages
+
+    @cached_property
     def _copies_results(self) -> bool:
-        return self._between(("user", "assistant"), {"role": "tool", "content": RESULT}) == RESULT
+        return (
+            self._between(("user", "assistant"), {"role": "tool", "content": RESULT, "tool_call_id": nine("", 0)})
+            == RESULT
+        )
 
     def control_names(self) -> list[str]:
         """Return the control tokens as text, the longest first."""
@@ -263,11 +367,16 @@ class Literals:
         if message.get("role") == "tool" and isinstance(content, str) and not self._copies_results:
             return self._between(("user", "assistant"), message)
         if not message.get("tool_calls"):
-            return content
+            leads = (
+                message.get("role") == "assistant" and isinstance(content, str) and not content.startswith(self.lead)
+            )
+            return f"{self.lead}{content}" if leads else content
         try:
             calls = plain_calls(message["tool_calls"])
         except ValueError as error:
             raise UserError(f"tool_calls {message['tool_calls']!r:.80} cannot be read: {error}.") from error
+        if self._wants_ids:
+            calls = [call | {"id": nine(call.get("id"), number)} for number, call in enumerate(calls)]
         form, said = self.call_form, content if isinstance(content, str) else ""
         if form == "hermes" and not self._writes_calls:
             return hermes_text(said, calls)
@@ -279,32 +388,42 @@ class Literals:
     def _between(self, before: Sequence[str], message: Message) -> str:
         """Return what the template writes between the literals of a message that follows placeholders."""
         roles = (*before, message["role"])
-        literals = _PLACEHOLDER.split(self._render(_placeholders(roles), False, PROBE))[0::2]
+        literals = self._literal_texts(roles, False, PROBE)
         start = "".join(f"{text}\ue000{i}\ue001" for i, text in enumerate(literals[:-2])) + literals[-2]
-        rendered = self._render([*_placeholders(before), message], False, PROBE)
+        rendered = self._framed(self._render([*self._stand_ins(roles)[:-1], message], False, PROBE))
         if not (rendered.startswith(start) and rendered[len(start) :].endswith(literals[-1])):
             self._refuse(f"writes a message of the role {message['role']} with calls or results in another place")
         return rendered[len(start) : len(rendered) - len(literals[-1])]
 
-    def _check_tools(self, given: bool) -> None:
-        """Raise UserError if dialogues with tools, or with calls without their schemas, cannot be marked."""
+    def require_tools(self, given: bool) -> None:
+        """Raise UserError if no dialogue with tools (given: with their schemas) can be marked."""
         if given in self._with_tools:
             return
         tools, user = PROBE if given else None, _placeholders(("user",))
-        roles = ("user", "assistant", "tool", "assistant", "user", "assistant", "tool", "tool", "assistant", "user")
+        roles: tuple[str, ...] = ("user", "assistant", "tool", "assistant", "user", "assistant", "tool", "tool")
+        roles += ("assistant", "user")
         if words := template_limits.why_not(
             self.template, self.tokenizer.special_tokens_map, [_placeholders(roles)], tools
         ):
             raise UserError(f"{self._origin} cannot be used with tools: {words} for a short dialogue. {REMEDY}")
         if given and self._render(user, False, PROBE) == self._render(user, False):
             self._refuse("does not show tools to the model")
-        self._check_turns([roles], tools)
+        try:
+            self._check_turns([roles], tools)
+        except UserError:
+            if not given:
+                raise
+            roles = ("user", "assistant", "tool", "assistant", "tool", "tool", "assistant")
+            self._check_turns([roles], tools)
+            self._one_question = True
         says = {"user": "Which way\nnow?", "assistant": "<think>\nThe ice is left.\n</think>\n\nRight", "tool": RESULT}
         messages: list[Message] = [{"role": role, "content": says[role]} for role in roles]
         if given or self._writes_calls:
             assert self.call_form
-            for i in (1, 5):
-                messages[i] = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+            for i, (role, following) in enumerate(pairwise(roles)):
+                if (role, following) == ("assistant", "tool"):
+                    messages[i] = {"role": "assistant", "content": "", "tool_calls": [self._probe_call]}
+            messages = list(self.with_ids(messages))
         literals = self._literal_texts(roles, False, tools)
         texts = [self.written(message) for message in messages]
         expected = literals[0] + "".join(text + literal for text, literal in zip(texts, literals[1:], strict=True))
@@ -323,12 +442,7 @@ def _placeholders(roles: Sequence[str]) -> list[Message]:
     return [{"role": role, "content": f"\ue000{i}\ue001"} for i, role in enumerate(roles)]
 
 
-def _strings(value: Any) -> Iterable[str]:
-    """Yield all texts in a JSON value, keys included."""
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list):
-        for each in value:
-            yield from _strings(each)
-    elif isinstance(value, str):
-        yield value
+def _stand_in_call(number: int) -> Message:
+    """Return an answer with a call whose name is the placeholder of its message."""
+    function = {"name": f"\ue000{number}\ue001", "arguments": {}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": MARK, "function": function}]}

@@ -3,7 +3,7 @@
     hermes      <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>    Qwen2.5, Qwen3, SmolLM3, chatml;
                 read also without its tags, where the call is the whole turn
     llama       {"name": "add", "parameters": {"a": 1}}                              Llama 3
-    mistral     [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]
+    mistral     [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "q1w2e3r4t"}]   Mistral's v3 templates
     response    what the tokenizer's own `parse_response` reads
 
 A call that cannot be read is kept with an error, which the model reads as the tool's answer. Nothing is evaluated.
@@ -11,7 +11,9 @@ A call that cannot be read is kept with an error, which the model reads as the t
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -102,6 +104,46 @@ def plain_calls(calls: Any) -> list[dict[str, Any]]:
     return plain
 
 
+def nine(name: Any, number: int) -> str:
+    """Return an id of nine letters and digits, as Mistral's templates want it, for the id of a call.
+
+    number: of the call in its turn, which is its id where it has none.
+    """
+    if not isinstance(name, str) or not name:
+        return f"{number:09d}"
+    return (
+        name if re.fullmatch("[A-Za-z0-9]{9}", name) else hashlib.sha256(name.encode(errors="replace")).hexdigest()[:9]
+    )
+
+
+def named_results(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which each result has the id of its call: its own, that of the call, or its number."""
+    named: list[dict[str, Any]] = []
+    names: list[Any] = []  # of the calls whose results follow
+    number = 0
+    for message in messages:
+        if message["role"] != "tool":
+            names = [call.get("id") for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
+            number = 0
+            named.append(dict(message))
+        else:
+            name = message.get("tool_call_id") or (names[number] if number < len(names) else None)
+            named.append({**message, "tool_call_id": nine(name, number)})
+            number += 1
+    return named
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value, keys included."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        for each in value:
+            yield from texts_in(each)
+    elif isinstance(value, str):
+        yield value
+
+
 def without_nothing(value: Any) -> Any:
     """Return mappings without their keys that are None, at any depth."""
     if isinstance(value, Mapping):
@@ -125,7 +167,9 @@ def form_of(written: str) -> Form | None:
     forms: tuple[Form, ...] = ("hermes", "mistral", "llama")
     function = PROBE_CALL["function"]
     probe = Call(function["name"], function["arguments"])  # type: ignore[index]
-    return next((form for form in forms if list(_READ[form](written)) == [("", probe)]), None)
+    return next(
+        (form for form in forms if [(t, c._replace(id="")) for t, c in _READ[form](written)] == [("", probe)]), None
+    )
 
 
 def hermes_text(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
@@ -203,7 +247,8 @@ def _mistral(text: str) -> Iterator[tuple[str, Call]]:
         yield before, Call("", {}, _not_json(error))
         return
     for number, call in enumerate(calls if isinstance(calls, list) else [calls]):
-        yield "" if number else before, _read(call, "arguments")
+        name = call.get("id") if isinstance(call, dict) else None
+        yield "" if number else before, _read(call, "arguments")._replace(id=name if isinstance(name, str) else "")
 
 
 _READ = {"hermes": _hermes, "llama": _llama, "mistral": _mistral}

@@ -72,7 +72,7 @@ class Game:
                     f"{episode.env.title} has tools, which need the whole conversation: write context: full."
                 )
         episode.env.late = episode.env.can_be_late
-        self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
+        self.opening = chat.content_ids(chat.lead + episode.protocol.opening) if episode.protocol.opening else []
         self.trajectory = Trajectory(
             env=episode.env.title,
             level_key=episode.level_key,
@@ -143,7 +143,7 @@ class Game:
 
     def text(self, written: Sequence[int]) -> str:
         """Return the response that these sampled ids make, with the forced tag before them."""
-        return self.chat.decode([*self.opening, *written])
+        return self.chat.decode([*self.opening, *written]).removeprefix(self.chat.lead)
 
     def take_turn(self, completion: Completion) -> bool:
         """Record a sampled turn and let the environment answer; return whether the episode goes on."""

@@ -1,5 +1,5 @@
 from . import playing as playing
-from .conversation import Conversation as Conversation, Exchange as Exchange, open_tools as open_tools
+from .conversation import Answering as Answering, Conversation as Conversation, open_tools as open_tools
 from .display import (
     describe_preset as describe_preset,
     describe_sampling as describe_sampling,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from posttrain.types import UserError
+from posttrain.types import UserError, derive_seed
 
 if TYPE_CHECKING:
     from envs.tools import Tool
+    from posttrain.config import ChatRun
     from posttrain.models import Chat, Message
+    from posttrain.serving.generation import Answer, Generator
+    from posttrain.types import SamplingParams
 
 
 @dataclass
@@ -59,11 +62,10 @@ class Conversation:
         """Return the results of the calls in a turn, at most `most`; none where it calls nothing."""
         if not self.tools:
             return []
-        from envs.tools import answer_of
+        from envs.tools import answer_of, result_of
 
         calls = self.chat.read_calls(text).calls[:most]
-        answers = [(call.name, answer_of(call, self.tools, seconds)) for call in calls]
-        return [{"role": "tool", "name": name, "content": answer.text} for name, answer in answers]
+        return [result_of(call, answer_of(call, self.tools, seconds).text) for call in calls]
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids up to the answer to `text`, with as many of the latest exchanges as leave room for it."""
@@ -96,3 +98,63 @@ class Conversation:
             rows.append({"role": "assistant", "content": exchange.text})
             rows[-1] |= {} if exchange.finished else {"finished": False}
         return rows
+
+
+class Answering:
+    """An answer to a message while it is written: turns that call tools, what those answer, and the last turn.
+
+    current    the turn that is being written
+    before     the turns before it, and the results of their calls
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        conversation: Conversation,
+        ids: list[int],
+        params: Callable[[int], SamplingParams],
+        seed: int,
+        cfg: ChatRun,
+    ) -> None:
+        """Begin the answer. ids: of the conversation up to it. params: for a number of tokens."""
+        self.generator, self.conversation, self.cfg = generator, conversation, cfg
+        self.ids, self.params, self.seed = ids, params, seed
+        self.before: list[Message] = []
+        self.budget = min(conversation.max_new_tokens, conversation.context - len(ids))
+        self.current: Answer = generator.answer(ids, params(self.budget), seed)
+        self._earlier: list[int] = []
+        self._called = 0
+
+    @property
+    def written(self) -> list[int]:
+        """Return the ids of all turns and of the results between them."""
+        return [*self._earlier, *self.current.ids]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield a piece for each token of all turns."""
+        yield from self.current
+        while self.proceed():
+            yield from self.current
+
+    def proceed(self) -> list[Message]:
+        """Call what the turn that has ended asks for, and begin the next one; return the results, none at the end."""
+        talk, turn = self.conversation, self.current
+        results = talk.results(turn.text, self.cfg.max_calls - self._called, self.cfg.call_seconds)
+        following = talk.chat.extend(results, finished=turn.finished, tools=talk.schemas) if results else []
+        length = len(self.ids) + len(self.written) + len(following)
+        budget = min(talk.max_new_tokens, talk.context - length)
+        if not results or budget < 1:
+            return []
+        self._called += len(results)
+        self.before += [{"role": "assistant", "content": turn.text}, *results]
+        self._earlier = [*self.written, *following]
+        seed = derive_seed(self.seed, self._called)
+        self.current = self.generator.answer([*self.ids, *self._earlier], self.params(budget), seed)
+        return results
+
+    def keep(self, text: str) -> bool:
+        """Add the answer to the conversation as that to `text`; return False where nothing was written."""
+        if self.written:
+            turn = self.current
+            self.conversation.exchanges.append(Exchange(text, self.written, turn.finished, turn.text, self.before))
+        return bool(self.written)

@@ -102,10 +102,18 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return self.chat.decode(self.written)
+        return self.chat.decode(self.written).removeprefix(self.chat.lead)
 
     def __iter__(self) -> Iterator[str]:
         """Yield one piece for each token; it is empty until a character of several tokens is complete."""
+        pieces = self._pieces()
+        for piece in pieces:
+            yield piece.removeprefix(self.chat.lead)
+            if piece:
+                break
+        yield from pieces
+
+    def _pieces(self) -> Iterator[str]:
         start = end = 0  # ids[start:end] has been yielded; the context for decoding what follows
         for token in self.tokens:
             self.ids.append(token)

@@ -67,27 +67,30 @@ class Start(NamedTuple):
             spread=stdev(each / size for each in won) if len(won) > 1 else 0.0,
         )
 
-    def figures(self) -> str:
-        """Return the figures in a line."""
+    def figures(self, rewarded: bool = True) -> str:
+        """Return the figures in a line. rewarded: whether rewards are learned from."""
+        differing = f", groups that differ {self.differ:.0%}" if rewarded else ""
         return (
-            f"{self.env}: pass@1 {self.pass_1:.0%}, pass@{self.k} {self.pass_k:.0%}, groups that differ"
-            f" {self.differ:.0%}, entropy {self.entropy:.2f} nats a token, invalid turns {self.invalid:.0%}, cut-off"
-            f" answers {self.unfinished:.0%}"
+            f"{self.env}: pass@1 {self.pass_1:.0%}, pass@{self.k} {self.pass_k:.0%}{differing}, entropy"
+            f" {self.entropy:.2f} nats a token, invalid turns {self.invalid:.0%}, cut-off answers {self.unfinished:.0%}"
         )
 
 
-def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int) -> list[str]:
+def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *, rewarded: bool = True) -> list[str]:
     """Return what follows from a start, a sentence or two for each finding; at least one.
 
     Args:
         answer_tokens: `rollout.max_completion_length`.
         parameters: of the model; a small one gains from entropies at which large ones did not.
+        rewarded: False where a teacher replaces the reward: groups need not differ.
     """
     found: list[str] = []
     if start.unfinished > CUT_OFF:
         found.append(
             f"Answers are cut off: raise rollout.max_completion_length (now {answer_tokens}), or ask for shorter ones."
         )
+    if not rewarded:
+        return [*found, *_beside_a_teacher(start, parameters)]
     if start.invalid > UNREADABLE:
         found.append(
             "The answer format is not learnt: show it (protocol.example), begin it (protocol.force_think: true), or"
@@ -112,6 +115,25 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int) ->
         )
     if not found:
         found.append(f"A good start: {start.differ:.0%} of the groups teach.")
+    return found
+
+
+def _beside_a_teacher(start: Start, parameters: int) -> list[str]:
+    """Return what follows from a start where rewards are not learned from; at least a sentence."""
+    found: list[str] = []
+    if start.invalid > UNREADABLE:
+        found.append(
+            f"{start.invalid:.0%} of the turns are invalid: a teacher that does not know the answer format cannot"
+            " correct them. Show it (protocol.example), or train phase 1 on demonstrations (posttrain env demos)."
+        )
+    if start.entropy < COLD and parameters >= LARGE:
+        found.append(
+            "The entropy is low, so the teacher judges answers that resemble each other: a higher rollout.temperature."
+        )
+    found.append(
+        f"Rewards are measured and not learned from (distillation.reward: false), and every group teaches: success is"
+        f" {start.pass_1:.0%}, and the teacher's is what can be gained (evaluate_model.py measures it)."
+    )
     return found
 
 
@@ -149,8 +171,9 @@ def advice_text(cfg: StarPORun, starts: Mapping[str, Start], parameters: int, se
     lines: list[str] = []
     for section in cfg.envs:
         if (start := starts.get(section.title)) is not None:
-            found = verdicts(start, open_env(section), cfg.rollout.max_completion_length, parameters)
-            lines += [start.figures(), *(f"  {each}" for each in found)]
+            longest = cfg.rollout.max_completion_length
+            found = verdicts(start, open_env(section), longest, parameters, rewarded=cfg.rewarded)
+            lines += [start.figures(cfg.rewarded), *(f"  {each}" for each in found)]
     lines += [text] if (text := rate_warning(cfg, parameters)) else []
     if seconds is not None and starts:
         steps = max(steps_to_see(start.spread, cfg.rollout.groups) for start in starts.values())

@@ -10,11 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from test_data import answers, assistant, digest, section, user, write
 from test_formats import example
 
 from posttrain.config import Source
-from posttrain.data import load_prompts, load_questions, load_sft
+from posttrain.data import load_preferences, load_prompts, load_questions, load_sft
 from posttrain.data.filters import Example
 from posttrain.models.chat import Chat
 from posttrain.types import UserError
@@ -145,3 +146,42 @@ def test_a_template_without_tools_is_refused_with_the_way_out(tmp_path: Path, ti
     with pytest.raises(UserError, match=r"does not show tools to the model.*chat\.template=chatml"):
         load(tmp_path, chat, [ROW])
     assert answers(chat, load(tmp_path, chat, [{"messages": ASKED[::3]}]).train) == ["A bay."]
+
+
+REFUSING = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system message!') }}{% endif %}"
+REFUSING += "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+REFUSING += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def test_rows_that_the_template_cannot_write_are_dropped_with_the_first_reason(tmp_path: Path, tiny_chat: Chat) -> None:
+    schema = {"type": "function", "function": {"name": "now", "description": "The <|im_end|> of time."}}
+    unwritten = {"messages": ASKED, "tools": [schema]}
+    data = load(tmp_path, tiny_chat, [unwritten, ROW, unwritten | {"messages": ASKED[:2]}])
+    assert answers(tiny_chat, data.train) == [WRITTEN, "A bay."]
+    (report,) = data.table.sources
+    assert report.dropped == {"not written by the chat template": 2}
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(data.table)
+    assert "schema of a tool holds the control token <|im_end|>" in shown.get()
+    with pytest.raises(UserError, match=r"2 not written by the chat template.*holds the control token") as caught:
+        load(tmp_path, tiny_chat, [unwritten, unwritten | {"messages": ASKED[:2]}])
+    assert "\n" not in str(caught.value)
+
+
+def test_all_kinds_drop_roles_that_the_template_refuses(tmp_path: Path, tiny_chat: Chat) -> None:
+    tokenizer = copy.deepcopy(tiny_chat.tokenizer)
+    tokenizer.chat_template = REFUSING
+    chat = Chat.load(tokenizer, None)
+    system = {"role": "system", "content": "Be kind."}
+    talks = [{"messages": [*head, user("Hi"), assistant("Hello")]} for head in ([system], [])]
+    data = section(Source(kind="messages", path=write(tmp_path / "a.jsonl", talks)), max_length=2000)
+    pairs = [{"prompt": row["messages"][:-1], "chosen": "Hello", "rejected": "No"} for row in talks]
+    path = write(tmp_path / "b.jsonl", pairs)
+    rivals = load_preferences(section(Source(kind="preferences", path=path), max_length=2000), chat)
+    questions, table = load_questions(data, chat)
+    assert len(questions) == 1
+    for report in [one.table.sources[0] for one in (load_sft(data, chat), load_prompts(data, chat), rivals)] + [
+        table.sources[0]
+    ]:
+        assert report.dropped == {"not written by the chat template": 1} and "No system message!" in report.unwritten

@@ -20,7 +20,7 @@ from trl.data_utils import extract_prompt, maybe_convert_to_chatml, maybe_extrac
 from envs.math_judge import MathJudge
 from posttrain.config.data import HUB_KINDS, Source
 from posttrain.data import __main__ as command, local, reading
-from posttrain.data.encoding import encode_dialogues, encode_pairs, encode_prompts
+from posttrain.data.encoding import Sample, encode_dialogues, encode_pairs, encode_prompts
 from posttrain.data.filters import CHECKS, IGNORED, Example
 from posttrain.data.loading import load_preferences, load_prompts, load_questions, load_sft
 from posttrain.data.table import SourceReport
@@ -181,7 +181,7 @@ def test_plain_text_begins_as_the_tokenizer_begins(tiny_tokenizer: PreTrainedTok
     chat = Chat.load(tokenizer, None)
     text = Example("a", [[{"role": "plain text", "content": "It rains."}]])
     [begun], [bare] = (encode_dialogues([text], each, 100) for each in (chat, tiny_chat))
-    assert not isinstance(begun, str) and not isinstance(bare, str)
+    assert isinstance(begun, Sample) and isinstance(bare, Sample)
     assert begun.columns[0].tolist() == [bos, *bare.columns[0].tolist()]
     assert begun.columns[1].tolist() == [0, *bare.columns[1].tolist()]
 
@@ -642,7 +642,7 @@ def test_marks_mask_exactly_the_answers_that_they_stand_on(
     if not any(expected):
         assert sample == "no trained token"
         return
-    assert not isinstance(sample, str)
+    assert isinstance(sample, Sample)
     ids, mask = (column.tolist() for column in sample.columns)
     assert ids == whole.ids and mask == [int(on) for on in expected]
     stops = [place for place, token in enumerate(ids) if token == chat.stop_id and mask[place]]
@@ -667,7 +667,7 @@ def test_a_long_dialogue_ends_with_a_trained_answer(tiny_chat: Chat) -> None:
     ends = [place + 1 for place, on in enumerate(tiny_chat.encode(said).mask) if on]
     fourth = len(tiny_chat.encode(said[:8]).ids)
     [sample] = encode_dialogues([kept], tiny_chat, fourth)
-    assert not isinstance(sample, str) and sample.truncated
+    assert isinstance(sample, Sample) and sample.truncated
     assert len(sample.columns[0]) == max(end for end in ends if end <= len(tiny_chat.encode(said[:6]).ids))
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+import envs
+from envs.episode import Episode
+from envs.protocol import Protocol
 from envs.tools import MOST_CHARACTERS, Call, Tool, answer_of, methods_of, tool_of
+from examples.own_search import search, write_questions
 from examples.own_tool import calculate
 
 
@@ -186,3 +191,24 @@ def test_the_calculator_calculates(expression: str, value: str) -> None:
 )
 def test_the_calculator_reads_numbers_alone(expression: str) -> None:
     assert answer_of(Call("calculate", {"expression": expression}), [Tool(calculate, "here")], 5.0).failed
+
+
+def test_the_example_searches_the_articles_of_search_qa(tmp_path: Path) -> None:
+    env: Any = envs.make("search_qa")
+    env.tools = [tool_of("examples.own_search:search")]
+    episode = Episode(env, Protocol(), 3, "train")
+    told = [episode.call("", "", [Call("search", {"query": hop.title})]).results[0] for hop in env.level.hops]
+    assert all(hop.fact in each["content"] for hop, each in zip(env.level.hops, told, strict=True))
+    assert episode.step(f"<think>I know.</think><answer>finish[{env.level.answer}]</answer>").done and episode.success
+    assert search("zzzz") == "Nothing found."
+
+    write_questions(tmp_path / "questions.jsonl", 20)
+    asked: Any = envs.make("prompts", path=str(tmp_path / "questions.jsonl"), rewards=["exact_match"])
+    asked.tools = env.tools
+    single = Episode(asked, Protocol(), 1, "train")
+    question = single.messages[-1]["content"]
+    assert (
+        question.endswith("?")
+        and "1. " in single.call("", "", [Call("search", {"query": question})]).results[0]["content"]
+    )
+    assert not single.step("I do not know.").reward

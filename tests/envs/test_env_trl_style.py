@@ -76,6 +76,12 @@ def count(episode: Episode, by: int) -> Any:
     return episode.call("text", "", [Call("count", {"by": by})])
 
 
+def test_a_result_names_the_call_that_it_answers(tmp_path: Path) -> None:
+    episode = Episode(opened(tmp_path, "Judge"), Protocol(), 1, "train")
+    turn = episode.call("text", "", [Call("count", {"by": 1}, id="q1w2e3r4t"), Call("count", {"by": 2})])
+    assert [result.get("tool_call_id") for result in turn.results] == ["q1w2e3r4t", None]
+
+
 def test_methods_are_tools_and_the_environment_gives_its_reward(tmp_path: Path) -> None:
     both = [Episode(opened(tmp_path, "Judge"), Protocol(), seed, "train") for seed in (1, 2)]
     assert [tool.name for tool in both[0].env.tools] == ["count"]

@@ -676,6 +676,71 @@ def test_what_an_endpoint_answered_stands_under_what_it_was_asked(
     assert len({path(), path(gpt={"model": "n"}), path(gpt={"endpoint": "http://g/v1"}), path(seed=1)}) == 4
 
 
+def tool_calls(*arguments: str | dict[str, Any], name: str = "calculate", text: str | None = None) -> dict[str, Any]:
+    calls = [
+        {"id": f"call_{n}", "type": "function", "function": {"name": name, "arguments": each}}
+        for n, each in enumerate(arguments)
+    ]
+    usage = {"prompt_tokens": 10, "completion_tokens": 4}
+    message = {"role": "assistant", "content": text, "tool_calls": calls}
+    return {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": usage}
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_an_endpoint_calls_tools_and_reads_their_results(
+    serving: Any, checkpoints: dict[str, str], tmp_path: Path, local: bool
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"What is {n} + 3?", "answer": str(n + 3)}) + "\n" for n in range(60))
+    )
+
+    def behave(number: int, body: dict[str, Any]) -> Any:
+        question, results = body["messages"][0]["content"], [m for m in body["messages"] if m["role"] == "tool"]
+        if not results:
+            return 200, {}, tool_calls(json.dumps({"expression": question[8:-1]}), "{", text="I add.")
+        if len(results) == 2:
+            return 200, {}, tool_calls({"expression": "1/0"})
+        return 200, {}, completion(results[0]["content"])
+
+    server = serving(behave)
+    env = {
+        "name": "prompts", "tools": ["examples.own_tool:calculate"],
+        "options": {"path": str(rows), "rewards": ["exact_match"]},
+    }  # fmt: skip
+    suite = {"envs": [env], "episodes": 3, "max_completion_length": 300, "max_context": 3000, "settings": ["greedy"]}
+    mine = {**({"base": checkpoints["base"]} if local else {}), "gpt": served(server)}
+    out = evaluate(tmp_path / "run", mine, suites={"envs": suite})  # type: ignore[arg-type]
+    told = [json.loads(line) for line in (out / "transcripts.jsonl").read_text().splitlines()]
+    played = [row for row in told if row["checkpoint"] == "gpt"]
+    assert len(played) == 3 and all(row["success"] and not row["crashed"] for row in played)
+    assert all((row["calls"], row["failed_calls"]) == (3, 2) for row in played)
+    assert played[0]["messages"][1]["content"].startswith("I add.\n<tool_call>")
+    assert len(server.asked) == 9
+    last = next(body for body in server.asked if len(body["messages"]) == 6)
+    (tool,) = last["tools"]
+    assert tool["function"]["name"] == "calculate" and tool["function"].keys() == {"name", "description", "parameters"}
+    _, first, *results = last["messages"][:4]
+    assert first["content"] == "I add." and [call["id"] for call in first["tool_calls"]] == ["call_0", "call_1"]
+    assert [each["tool_call_id"] for each in results] == ["call_0", "call_1"]
+    assert results[0]["content"].isdecimal() and "not valid JSON" in results[1]["content"]
+    again, result = last["messages"][4:]
+    assert again["content"] is None and result["tool_call_id"] == "call_0" and "ZeroDivisionError" in result["content"]
+
+
+def test_calls_that_cannot_be_read_are_no_answer_and_without_tools_there_are_none() -> None:
+    for calls in (3, [3], [{"function": {"name": 3}}], [{"function": {"name": "f", "arguments": 3}}]):
+        answer = completion("Hi")
+        answer["choices"][0]["message"]["tool_calls"] = calls
+        with pytest.raises(Nonsense, match="tool_calls cannot be read"):
+            read_reply(answer, calls=True)
+        assert read_reply(answer) == Reply("Hi", True, 10, 4)
+    with pytest.raises(Nonsense, match="half a character"):
+        read_reply(tool_calls("\ud800"), calls=True)
+    masked = read_reply(tool_calls("my key"), calls=True).changed(lambda text: text.replace("key", "***"))
+    assert masked.calls[0]["function"]["arguments"] == "my ***"
+
+
 def test_a_message_takes_as_much_of_the_context_as_in_a_local_model(tiny_chat: Any) -> None:
     chat = TextChat(tiny_chat)
     messages = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Now?"}]

@@ -390,6 +390,9 @@ def test_tools_are_called_and_their_answers_read(
         says("tools=[examples.own_tool:none]")
     with pytest.raises(UserError, match="leave out --compare"):
         says("tools=[examples.own_tool:calculate]", "--compare")
+    monkeypatch.setattr(script.serving, "serve_page", lambda *given: shown.append(given))
+    says("tools=[examples.own_tool:calculate]", "--web", "--port", "0")
+    assert shown[-1][1].tools == ["examples.own_tool:calculate"]
 
 
 def test_history_is_the_sampled_tokens_themselves(

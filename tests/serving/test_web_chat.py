@@ -496,6 +496,38 @@ def test_an_export_holds_messages_and_settings(
     assert keep_dialogue(row, source, None) == "an answer that was cut short"  # type: ignore[arg-type]
 
 
+def test_tools_are_called_and_calls_results_and_errors_are_shown(
+    cfg: ChatRun, both: list[Scripted], model: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Generator, "context", 8192)
+    with_tools = cfg.model_copy(
+        update={"tools": ["examples.own_tool:calculate"], "max_calls": 2, "max_new_tokens": 400}
+    )
+    tab, talk = talking.ChatTab({"model 1": both[0]}, with_tools), talking.Talk()
+
+    def call(expression: str) -> str:
+        arguments = json.dumps({"expression": expression})
+        return f'<tool_call>\n{{"name": "calculate", "arguments": {arguments}}}\n</tool_call>'
+
+    turns = iter([call("2+3"), call("<img>"), "It is 5.", "Bye."])
+    model.text = lambda: next(turns)
+    setting = ["model 1", "plain", 1.0, 1.0, 0, 1.0]
+    for text in ("What is 2+3?", "Thanks."):
+        inputs = [False, "", 400, *setting, *setting]
+        tab.begin(text, talk, *inputs)
+        (*_, (shown, *_)) = tab.answer(text, talk, *inputs)
+    said = [(each["role"], each["content"][0]["text"]) for each in shown]
+    assert [role for role, _ in said] == ["user", *["assistant"] * 5, "user", "assistant"]
+    assert said[1][1].startswith("&lt;tool_call&gt;") and said[2][1] == "[calculate: 5]"
+    assert said[4][1].startswith("[calculate: Error: ") and "&lt;img&gt;" in said[3][1]
+    assert [text for _, text in said[5:]] == ["It is 5.", "Thanks.", "Bye."]
+    (file := tmp_path / "chat.jsonl").write_text(tab.exported(talk, "model 1", "model 1"))
+    (row,) = read_rows(Source(kind="messages", path=str(file)), "data.sources.0", 0)
+    whole = both[0].chat.encode(row["messages"], row["tools"]).ids
+    ids = talk.sides[0].prompt("And?") if talk.sides[0] else []
+    assert ids[: len(whole) - 1] == whole[:-1]  # the line feed behind the last answer aside
+
+
 # ------------------------------------------------------------------------------------------------------------- play
 
 

@@ -10,8 +10,9 @@ from test_learner import config, played, policy
 from test_phase3 import settings, train
 
 import envs
+from posttrain.config import StarPORun
 from posttrain.starpo import advice
-from posttrain.starpo.advice import GAIN, Start, measure_start, rate_warning, steps_to_see, verdicts
+from posttrain.starpo.advice import GAIN, Start, advice_text, measure_start, rate_warning, steps_to_see, verdicts
 from posttrain.starpo.learner import Learner
 from posttrain.types import Trajectory
 
@@ -51,6 +52,31 @@ def test_a_start_is_counted() -> None:
 def test_what_follows_is_said(changes: dict[str, Any], parameters: float, words: list[str]) -> None:
     found = verdicts(GOOD._replace(**changes), envs.make("sokoban"), 64, int(parameters))
     assert len(found) == 1 and all(each in found[0] for each in words), found
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters", "words"),
+    [
+        ({}, 1e9, []),
+        ({"pass_1": 0.95, "pass_k": 1.0, "differ": 0.1}, 1e9, []),
+        ({"pass_1": 0.0, "pass_k": 0.05, "differ": 0.0}, 1e9, []),
+        ({"invalid": 0.6}, 1e9, ["60% of the turns are invalid"]),
+        ({"unfinished": 0.5}, 1e9, ["raise rollout.max_completion_length (now 64)"]),
+        ({"entropy": 0.1}, 1e9, ["The entropy is low"]),
+    ],
+)
+def test_without_rewards_groups_need_not_differ(changes: dict[str, Any], parameters: float, words: list[str]) -> None:
+    start = GOOD._replace(**changes)
+    *found, last = verdicts(start, envs.make("sokoban"), 64, int(parameters), rewarded=False)
+    assert len(found) == len(words) and all(each in text for each, text in zip(words, found, strict=True))
+    assert f"success is {start.pass_1:.0%}" in last and "teacher" in last
+    distillation = {"teacher": "runs/teacher", "teacher_coef": 1.0, "reward": False}
+    cfg = StarPORun.model_validate(
+        config(filter={"strategy": "none"}).model_dump(exclude_unset=True)
+        | {"envs": ["sokoban"], "distillation": distillation}
+    )
+    told = advice_text(cfg, {"sokoban": start}, int(parameters))
+    assert "differ" not in told and "Saturated" not in told and "Hopeless" not in told and "pass@1" in told
 
 
 def test_a_rate_above_what_is_known_is_named() -> None:

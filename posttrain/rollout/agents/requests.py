@@ -116,13 +116,18 @@ def plain_message(given: dict[str, Any]) -> Message:
 
 
 def message_of(said: Said, number: str) -> dict[str, Any]:
-    """Return an answer as a message of OpenAI's interface. number: a text that makes the names of its calls unique."""
+    """Return an answer as a message of OpenAI's interface. number: a text that makes the names of its calls unique.
+
+    Calls that the model has given different ids keep them: their results repeat them in what it reads next.
+    """
+    own = [call.id for call in said.calls]
+    kept = all(own) and len(set(own)) == len(own)
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.calls:
         message["content"] = said.content or None
         message["tool_calls"] = [
             {
-                "id": f"call_{number}_{n}",
+                "id": call.id if kept else f"call_{number}_{n}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }

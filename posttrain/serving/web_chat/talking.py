@@ -12,8 +12,9 @@ from typing import Any
 import gradio
 from pydantic import ValidationError
 
+from envs.tools import Tool
 from posttrain.config import ChatRun, SamplingSection
-from posttrain.serving.conversation import Conversation, Exchange
+from posttrain.serving.conversation import Answering, Conversation, open_tools
 from posttrain.serving.display import describe_sampling, repetition_figures
 from posttrain.serving.generation import Answer, Generator
 from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, html_table, page_error, wait_until_idle
@@ -42,6 +43,7 @@ class MessageSettings:
     sides: list[tuple[str, SamplingSection]]
     system: str | None
     longest: int
+    tools: list[Tool] = field(default_factory=list)
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Talk:
     """The conversations of an open page; each page has its own."""
 
     sides: list[Conversation | None] = field(default_factory=lambda: [None, None])
-    answers: dict[str, Answer] = field(default_factory=dict)  # the last ones, for the table of figures
+    answering: dict[str, Answering] = field(default_factory=dict)  # the last answers
     number: int = 0  # of messages; each has its own seed, the same as in the terminal
     pending: str = ""  # a message without an answer
     waiting: bool = False  # while it may still get an answer
@@ -58,11 +60,16 @@ class Talk:
     busy: bool = False  # while an answer is being written
     discarded: bool = False  # `reset` ends it
 
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """The last turns, for the table of figures."""
+        return {name: each.current for name, each in self.answering.items()}
+
     def side(self, number: int, generator: Generator, request: MessageSettings) -> Conversation:
         """Return the conversation of a side; another system message or model starts a new one."""
         talk = self.sides[number]
         if talk is None or talk.chat is not generator.chat or talk.system != request.system:
-            talk = Conversation(generator.chat, generator.context, request.longest, request.system)
+            talk = Conversation(generator.chat, generator.context, request.longest, request.system, tools=request.tools)
             self.sides[number], self.settings[number] = talk, []
         talk.max_new_tokens = request.longest
         return talk
@@ -73,13 +80,14 @@ class Talk:
         messages = [each for each in talk.messages() if each["role"] != "system"] if talk else []
         if self.waiting:
             messages.append({"role": "user", "content": self.pending})
-            writing = list(self.answers.values())[number : number + 1]
-            messages += [{"role": "assistant", "content": answer.text} for answer in writing if answer.ids]
+            for each in list(self.answering.values())[number : number + 1]:
+                messages += each.before
+                messages += [{"role": "assistant", "content": each.current.text}] if each.current.ids else []
         # gradio reads every text as HTML, whatever `render_markdown` is: a model's <img> would be loaded. It would also
         # remove the indentation of a plain string.
         return [
             {"role": role, "content": [{"type": "text", "text": html.escape(text, quote=False)}]}
-            for role, text in ((message["role"], message["content"]) for message in messages)
+            for role, text in map(_as_said, messages)
         ]
 
 
@@ -87,7 +95,7 @@ class ChatTab:
     """The tab and its events. generators: one or two models by name."""
 
     def __init__(self, generators: dict[str, Generator], cfg: ChatRun) -> None:
-        self.generators, self.cfg = generators, cfg
+        self.generators, self.cfg, self.tools = generators, cfg, open_tools(cfg.tools)
 
     def build(self) -> None:
         """Lay out the tab within a page."""
@@ -188,7 +196,7 @@ class ChatTab:
         if not (text or "").strip():
             raise page_error("Write a message first.")
         request = self.read_settings(*inputs)
-        talk.pending, talk.waiting, talk.answers = text, True, {}
+        talk.pending, talk.waiting, talk.answering = text, True, {}
         labelled: list[Any] = [gradio.skip(), gradio.skip()]
         for side, (name, how) in enumerate(request.sides):
             talk.side(side, self.generators[name], request)
@@ -204,17 +212,15 @@ class ChatTab:
             self.cfg.seed, "chat", talk.number
         )  # the same for both sides: they differ in the model or the settings
         began = drawn = time.monotonic()
-        conversations: list[Conversation] = []
-        answers: list[Answer] = []
+        answers: list[Answering] = []
         try:
             for side, (name, how) in enumerate(request.sides):
                 generator = self.generators[name]
-                conversations.append(talk.side(side, generator, request))
-                ids = conversations[side].prompt(text)
-                params = how.params(min(request.longest, generator.context - len(ids)))
-                answers.append(generator.answer(ids, params, seed))
-            talk.answers = dict(zip("AB", answers, strict=False))
-            writing = {side: iter(answer) for side, answer in talk.answers.items()}
+                conversation = talk.side(side, generator, request)
+                ids = conversation.prompt(text)
+                answers.append(Answering(generator, conversation, ids, how.params, seed, self.cfg))
+            talk.answering = dict(zip("AB", answers, strict=False))
+            writing = {side: iter(answer) for side, answer in talk.answering.items()}
             while writing and not talk.discarded:
                 for side in list(writing):
                     if next(writing[side], None) is None:
@@ -228,10 +234,9 @@ class ChatTab:
         finally:
             writing = {}
             for side, written in enumerate(answers):
-                written.stop()
-                if written.ids:
+                written.current.stop()
+                if written.keep(text):
                     talk.settings[side].append(describe_sampling(request.sides[side][1]))
-                    conversations[side].exchanges.append(Exchange(text, written.ids, written.finished, written.text))
                     talk.pending, talk.waiting = "", False
             talk.number += 1
             talk.busy = False
@@ -258,6 +263,7 @@ class ChatTab:
         """Return a line of JSON for each side: a row of kind `messages` for phase 1, with each answer's settings."""
         rows = [
             {"model": model, "settings": settings, "messages": conversation.messages()}
+            | ({"tools": conversation.schemas} if conversation.tools else {})
             for model, settings, conversation in zip(models, talk.settings, talk.sides, strict=True)
             if conversation and conversation.exchanges
         ]
@@ -282,7 +288,7 @@ class ChatTab:
             except ValidationError as error:  # a program can send any value
                 words = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
                 raise page_error(f"These settings cannot be used: {words}.") from error
-        return MessageSettings(sides, (system or "").strip() or None, int(longest))
+        return MessageSettings(sides, (system or "").strip() or None, int(longest), self.tools)
 
     def view(self, talk: Talk) -> tuple[Any, ...]:
         """Return the values of both chatbots and of the figures."""
@@ -298,3 +304,10 @@ class ChatTab:
         rows = [("", list(answers)), *repetition_figures(answers), ("tokens a second", speed)]
         rows += [("turns out of the model's context", forgotten)] if any(map(int, forgotten)) else []
         return html_table([[label, *values] for label, values in rows])
+
+
+def _as_said(message: dict[str, Any]) -> tuple[str, str]:
+    """Return the role and the text of a message as gradio shows them, which knows no role of tools."""
+    if message["role"] != "tool":
+        return message["role"], message["content"]
+    return "assistant", f"[{message['name']}: {message['content']}]"
