@@ -51,7 +51,7 @@ def main(question: str) -> None:
         action = re.search(r"Action: *calculate\[(.+)\]", answer)
         result = calculate(action.group(1)) if action else "Write an action or the final answer."
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"Result: {result}"}]
-    sys.exit("No answer after six turns.")
+    print("No answer after six turns.")  # it has lost, which is not an error
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from envs.prompts.rewards import Reward, own_reward_of, reward_of
 from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of
 from envs.protocol import Message
 from envs.tools import environment_of, methods_of
+from envs.web import NoAnswer
 
 __all__ = ["AgentProgram", "Prompts"]
 
@@ -73,7 +74,7 @@ class Prompts(TextEnv):
     - `turns=None`: answers in an episode with `reply`; 4 when None.
     - `agent=None`: a program that answers instead of the model alone, and talks to it by OpenAI's interface: the
       command as a list, whose parts may be templates over the columns, or a mapping with `command`, `turns=16`,
-      `seconds=600`, `parallel=16` and `port=0`; see agents.py. `rewards` are then given the columns `output` (what it
+      `seconds=600` and `parallel=16`; see agents.py. `rewards` are then given the columns `output` (what it
       printed) and `exit_code` as well.
     - `success=1.0`: what the first reward must give at least.
     - `on_error="skip"`: or "stop".
@@ -135,6 +136,11 @@ class Prompts(TextEnv):
         self.methods = methods_of(self.environment) if environment else []
         self.tools = list(self.methods)
         self.agent: AgentProgram | None = None if agent is None else agent_of(agent, given)
+        if self.agent and (taken := [name for name in OUTPUT if name in self.table.columns]):
+            raise ValueError(
+                f"prompts: the rows of path={path} have a column {taken[0]}, which rewards are given of the program:"
+                " rename that column."
+            )
         if self.agent:
             self.agent.words(self.table.rows[0])  # a template that cannot be filled is said at once
         self.max_turns = (turns or 4) if self.reply else self.agent.turns if self.agent else self.table.most_turns
@@ -190,7 +196,7 @@ class Prompts(TextEnv):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if self.agent:
-            raise ValueError("prompts: a program answers here, by posttrain rl and posttrain eval alone.")
+            raise NoAnswer("prompts: with `agent` a program plays, in posttrain rl and posttrain eval alone.")
         played, gained, parts = not self.over, 0.0, {}
         if played:
             self.said.append({"role": "assistant", "content": action})

@@ -27,15 +27,14 @@ class AgentProgram(NamedTuple):
     """A program: its command, and its limits.
 
     turns: answers of the model in an episode, after which it is truncated. seconds: that the program may take for all
-    of it, the time that it waits for the model aside. parallel: programs that run at the same time. port: of the
-    server that they talk to; 0 takes a free one. lost: the exit code with which a program says that it lost.
+    of it, the time that it waits for the model aside. parallel: programs that run at the same time. lost: the exit code
+    with which a program says that it lost.
     """
 
     command: tuple[str, ...]
     turns: int = 16
     seconds: float = 600.0
     parallel: int = 16
-    port: int = 0
     lost: int | None = None
 
     def words(self, row: Mapping[str, Any]) -> list[str]:
@@ -72,7 +71,6 @@ def agent_of(given: str | Sequence[Any] | Mapping[str, Any], rewards: Sequence[R
         "turns": (int, 1, 10_000),
         "seconds": (float, 0.001, 1e6),
         "parallel": (int, 1, 1024),
-        "port": (int, 0, 65535),
     }
     for key, value in entry.items():
         if key not in limits:

@@ -304,6 +304,8 @@ def play_levels(
     )
     for trajectory in played:
         check_finite(trajectory.sampled_logprobs)
+    if crashed := [trajectory.crashed for trajectory in played if trajectory.crashed]:
+        runlog.say(f"{task.part}: {len(crashed)} of {len(played)} episodes crashed, the last with {crashed[-1]}")
     return [
         item
         | {

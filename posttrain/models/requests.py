@@ -89,7 +89,7 @@ def beyond_limits(options: dict[str, Any]) -> str | None:
         value = options.get(key)
         if value is not None and not (type(value) in (int, kind) and low <= value <= high):
             number = "a whole number" if kind is int else "a number"
-            return f"{key} is {value!r:.40}, not {number} from {low:g} to {high:g}."
+            return f"{key} is {value!r:.40}, not {number} from {low:g} to {high:{'d' if kind is int else 'g'}}."
     temperature = options.get("temperature")
     if temperature and temperature < COLDEST:
         return (

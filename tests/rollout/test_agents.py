@@ -6,9 +6,9 @@ Most programs here are of the standard library alone, which starts at once.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +199,29 @@ def printed(prompts: Any, completions: Any, output: list[str], exit_code: list[i
     return [float(text.strip() == said[-1]["content"]) for text, said in zip(output, completions, strict=True)]
 
 
+def test_a_short_timeout_gets_the_answer_in_the_end(tmp_path: Path, tiny_chat: Chat) -> None:
+    """Whether the repeated request comes while its answer is written or after it."""
+    for wait in (0.0, 0.8):
+        env = section(
+            tmp_path,
+            f"""
+            messages = [user(row["question"])]
+            for number in range(9):
+                try:
+                    again = {{"x-stainless-retry-count": str(number)}}
+                    status, text = send({{"messages": messages}}, headers=again, timeout=0.3)
+                    break
+                except TimeoutError:
+                    time.sleep({wait})
+            print(json.loads(text)["choices"][0]["message"]["content"])
+            """,
+            rewards=[f"{__name__}:printed"],
+        )
+        sampler = Answering(tiny_chat, echo, pause=0.5)
+        (t,) = played(sampler, tiny_chat, env)
+        assert (t.crashed, t.turns, t.reward, sampler.written) == ("", 1, 1.0, 1)
+
+
 def test_answers_end_where_the_program_says(tmp_path: Path, tiny_chat: Chat) -> None:
     env = section(
         tmp_path,
@@ -213,7 +236,7 @@ def test_answers_end_where_the_program_says(tmp_path: Path, tiny_chat: Chat) -> 
         """,
     )
     (t,) = played(Answering(tiny_chat, lambda text: "Action: add Result: 5 and more"), tiny_chat, env)
-    assert t.crashed == "" and t.turns == 3 and t.unfinished_turns == 1
+    assert t.crashed == "" and t.turns == 3 and t.unfinished_turns == 0  # the run cut nothing off
     (segment,) = t.segments
     first = tiny_chat.decode(segment.ids[segment.turn_starts[0] : segment.turn_ends[0]])
     assert first.startswith("Action: add Result:") and "and more" not in first
@@ -315,12 +338,7 @@ def test_what_a_program_started_ends_with_it(tmp_path: Path, tiny_chat: Chat) ->
         """
     (t,) = played(Answering(tiny_chat, echo), tiny_chat, section(tmp_path, code))
     assert t.crashed == "" and t.turns == 1
-    child = int((tmp_path / "child").read_text())
-    for _ in range(100):
-        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.05)
-    raise AssertionError("it still runs")
+    gone(int((tmp_path / "child").read_text()))
 
 
 def test_the_exit_code_can_be_the_reward(tmp_path: Path, tiny_chat: Chat) -> None:
@@ -333,6 +351,61 @@ def test_the_exit_code_can_be_the_reward(tmp_path: Path, tiny_chat: Chat) -> Non
         kind = int(t.level_key.removeprefix("What is ").removesuffix("?")) % 3
         assert (t.success, t.reward) == (kind == 0, float(kind == 0))
         assert ("exit code 5" in t.crashed) == (kind == 2) and bool(t.crashed) == (kind == 2)
+
+
+def test_a_crash_after_a_long_prompt_is_a_crash(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        status, text = send({"messages": [user("word " * 500)]})
+        assert json.loads(text)["error"]["code"] == "context_length_exceeded"
+        ask([user("a")])
+        1 / 0
+        """
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, section(tmp_path, code), context=Context(max_tokens=256))
+    assert "ZeroDivisionError" in t.crashed and not t.truncated
+
+
+def test_a_program_whose_requests_are_all_refused_is_told_so(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = 'send({"messages": [{"role": "stranger", "content": "a"}]}); sys.exit(1)'
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, section(tmp_path, code))
+    assert "a request was refused (A message has the role 'stranger'" in t.crashed and "exit code 1" in t.crashed
+
+
+def test_the_reward_after_the_last_turn_is_not_chance(tmp_path: Path, tiny_chat: Chat) -> None:
+    code = """
+        for n in range(9):
+            status, text = send({"messages": [user(row["question"] + str(n))]})
+        """
+    env = section(tmp_path, code, turns=2, rewards=[{"name": "exit_code", "lost": 1}])
+    found = played(Answering(tiny_chat, echo), tiny_chat, env, 8)
+    assert [(t.crashed, t.truncated, t.reward) for t in found] == [("", True, 0.0)] * 8
+
+
+def test_programs_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    pid = str(tmp_path / "pid")
+    child = f"import os, time; open({pid!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"""
+import os, sys
+sys.path[:0] = {[str(ROOT), str(ROOT / "tests/rollout")]!r}
+from envs.prompts import AgentProgram
+from posttrain.rollout.agents.programs import RunningProgram
+program = AgentProgram((sys.executable, '-c', {child!r}))
+running = RunningProgram(program, {{}}, {{}}, print)
+running.start()
+while not os.path.exists({pid!r}) or not open({pid!r}).read():
+    pass
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    gone(int(Path(pid).read_text()))
+
+
+def gone(process: int) -> None:
+    """Wait until a process has ended."""
+    for _ in range(100):
+        if not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.05)
+    raise AssertionError("it still runs")
 
 
 def test_a_prompt_that_is_too_long_is_refused_as_openai_does(tmp_path: Path, tiny_chat: Chat) -> None:
@@ -519,17 +592,3 @@ def exit_code(prompts: Any, completions: Any, **columns: Any) -> list[float]:
 def test_an_own_function_may_have_any_name(tmp_path: Path, tiny_chat: Chat) -> None:
     env = section(tmp_path, "ask([user('a')])", rewards=[f"{__name__}:exit_code"])
     assert played(Answering(tiny_chat, echo), tiny_chat, env)[0].reward == 0.5
-
-
-def test_a_port_in_use_is_said(tmp_path: Path, tiny_chat: Chat) -> None:
-    import socket
-
-    from posttrain.types import UserError
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        env = section(tmp_path, "ask([user('a')])", port=taken.getsockname()[1])
-        with pytest.raises(UserError, match=r"nothing can listen at port .* agent\.port"):
-            played(Answering(tiny_chat, echo), tiny_chat, env)
-    assert threading.active_count() < 50

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeVar
 
 from envs.episode import Episode
@@ -81,6 +82,17 @@ class PendingTurn:
         """Return whether somebody still waits for it."""
         return not all(asked.left for asked in (self.asked, *self.others))
 
+    def ends_with(self, completion: Completion) -> bool:
+        """Return whether the answer has all tokens that were sampled."""
+        segment = self.branch.segment
+        return segment is not None and segment.turn_ends[-1] - segment.turn_starts[-1] == len(completion.ids)
+
+
+@lru_cache(maxsize=4)
+def longest_token(chat: Chat) -> int:
+    """Return the characters of the longest token: a prompt with more for each of its tokens is too long."""
+    return max(map(len, chat.tokenizer.get_vocab()))
+
 
 class AgentGame:
     """An episode whose turns are asked for by a program. All methods are called in one thread.
@@ -91,7 +103,7 @@ class AgentGame:
     def __init__(self, chat: Chat, episode: Episode, most_tokens: float, seed: int) -> None:
         assert isinstance(episode.env, Prompts) and episode.env.agent is not None
         self.chat, self.env, self.most_tokens = chat, episode.env, most_tokens
-        self.agent = episode.env.agent
+        self.agent, self.most_turns = episode.env.agent, episode.protocol.max_turns
         self.program: RunningProgram | None = None  # while it runs
         self.trajectory = Trajectory(
             env=episode.env.title,
@@ -105,6 +117,8 @@ class AgentGame:
         self.branches: list[Branch] = []  # those with an answer, in the order of their last one
         self.over = self.out_of_context = self.out_of_turns = False
         self._places: dict[str, AnswerPlace] = {}  # by the digest of a conversation that ends with an answer
+        self._unclaimed: dict[str, tuple[PendingTurn, Completion]] = {}  # answers that nobody waited for any more
+        self._refused = ""  # why the last request was refused
         self._answers: dict[str, AgentAnswer] = {}  # the last answer to each request
         self._asked: dict[str, int] = {}  # how often each request has been answered
 
@@ -113,33 +127,38 @@ class AgentGame:
         if self.over:
             asked.answer.set_result(Refusal(410, "This episode is over."))
             return None
-        if asked.retry and self._repeats(asked):
+        if self.repeats(asked):
             return None
-        if self.trajectory.turns >= self.agent.turns:
+        if self.trajectory.turns >= self.most_turns:
             self.out_of_turns = True
-            asked.answer.set_result(Refusal(403, f"All {self.agent.turns} answers of this episode are used up."))
+            asked.answer.set_result(Refusal(403, f"All {self.most_turns} answers of this episode are used up."))
             if self.program:
                 self.program.stop()
             return None
-        if self.trajectory.turns + len(self.pending) >= self.agent.turns:
+        if self.trajectory.turns + len(self.pending) >= self.most_turns:
             self._held.append(asked)
             return None
         try:
+            if (characters := asked.characters) > self.most_tokens * longest_token(self.chat):
+                return self._too_long(asked, f"{characters} characters")
             branch, ids, new, before = self._context(asked)
         except Exception as error:  # a request never ends the run
-            asked.answer.set_result(Refusal(400, str(error) if isinstance(error, UserError) else one_line(error)))
+            self._refused = str(error) if isinstance(error, UserError) else one_line(error)
+            asked.answer.set_result(Refusal(400, self._refused))
             return None
         if len(ids) > self.most_tokens:
-            self.out_of_context = True
-            words = f"The prompt has {len(ids)} tokens, and a prompt of this run has at most {self.most_tokens:g}."
-            asked.answer.set_result(Refusal(400, words, TOO_LONG))
-            return None
+            return self._too_long(asked, f"{len(ids)} tokens")
         again = self._asked.get(asked.digest, 0) + sum(turn.asked.digest == asked.digest for turn in self.pending)
         seed = derive_seed(self.trajectory.seed, "request", asked.digest, again)
         turn = PendingTurn(self, asked, branch, ids, new, before, seed)
         branch.busy = True
         self.pending.append(turn)
         return turn
+
+    def _too_long(self, asked: Asked, length: str) -> None:
+        self.out_of_context = True
+        self._refused = f"The prompt has {length}, and a prompt of this run has at most {self.most_tokens:g} tokens."
+        asked.answer.set_result(Refusal(400, self._refused, TOO_LONG))
 
     def held_requests(self) -> list[Asked]:
         """Return the requests that waited for those before them, which may take all turns that are left."""
@@ -157,8 +176,15 @@ class AgentGame:
         An answer that nobody waits for any more is not a part of the episode.
         """
         self.drop_turn(turn)
-        if self.over or not turn.wanted:
+        if self.over:
             return False
+        if not turn.wanted:
+            self._unclaimed[turn.asked.digest] = turn, completion
+            return False
+        self._record(turn, completion)
+        return turn.ends_with(completion)
+
+    def _record(self, turn: PendingTurn, completion: Completion) -> None:
         asked, branch, trajectory = turn.asked, turn.branch, self.trajectory
         kept, text, cut = cut_answer(completion, asked, self.chat)
         if branch.segment is None:
@@ -170,7 +196,8 @@ class AgentGame:
         trajectory.turn_penalties.append(0.0)
         trajectory.state_keys.append(asked.digests[-1])
         trajectory.versions.append(kept.version)
-        trajectory.unfinished_turns += cut
+        trajectory.unfinished_turns += cut and turn.ends_with(completion)  # not by the program's own limit
+        self.out_of_context = False
         trajectory.actions.append(text)
         answer = self._answer(asked, text, cut, len(turn.ids), len(kept.ids))
         message = plain_message(answer.message)
@@ -184,7 +211,6 @@ class AgentGame:
         self._asked[asked.digest] = self._asked.get(asked.digest, 0) + 1
         for each in (asked, *turn.others):
             each.answer.set_result(answer)
-        return len(kept.ids) == len(completion.ids)
 
     def end(self, ended: ProgramEnd) -> None:
         """Record how the program ended."""
@@ -200,12 +226,14 @@ class AgentGame:
         trajectory.terminated = not trajectory.truncated
         if last is None:
             reason = ended.problem or "it ended with exit code 0"
-            trajectory.crashed = f"{PROGRAM_CRASHED}: the model was asked for no answer, and {reason}"
+            asked = f"a request was refused ({self._refused})" if self._refused else "the model was asked for no answer"
+            trajectory.crashed = f"{PROGRAM_CRASHED}: {asked}, and {reason}"
         elif ended.problem and not trajectory.truncated:
             trajectory.crashed = f"{PROGRAM_CRASHED}: {ended.problem}"
         else:
             prompt, said = last.messages[: last.prompt], last.messages[last.prompt :]
-            self.env.played(prompt, said, ended.output, ended.exit_code)
+            # whether a program that is stopped ends by itself before is chance
+            self.env.played(prompt, said, ended.output, None if self.out_of_turns else ended.exit_code)
             trajectory.unscored = self.env
         trajectory.terminated = trajectory.terminated and not trajectory.crashed
 
@@ -230,11 +258,20 @@ class AgentGame:
         ids = before[: place.length] + new
         return Branch(), ids, len(ids), known
 
-    def _repeats(self, asked: Asked) -> bool:
-        """Return whether a client repeats a request, which is then answered as before or with the turn under way."""
+    def repeats(self, asked: Asked) -> bool:
+        """Return whether a client repeats a request, which then gets the answer of before or that under way."""
+        if not asked.retry:
+            return False
         for turn in self.pending:
             if turn.asked.digest == asked.digest:
                 turn.others.append(asked)
+                return True
+        if asked.digest in self._unclaimed and not self.over and self.trajectory.turns < self.most_turns:
+            turn, completion = self._unclaimed.pop(asked.digest)
+            segment = turn.branch.segment
+            if not turn.branch.busy and (segment is None or len(segment.ids) == len(turn.ids) - turn.new):
+                turn.asked, turn.others = asked, []
+                self._record(turn, completion)
                 return True
         if asked.digest in self._answers:
             asked.answer.set_result(self._answers[asked.digest])
@@ -245,7 +282,8 @@ class AgentGame:
         said = self.chat.read_calls(text) if asked.tools else Said(text, [])
         if any(call.error for call in said.calls) or not is_text(said.calls):  # it stays text
             said = Said(text, [])
-        number = hashlib.blake2b(f"{asked.digest}{self.trajectory.turns}".encode(), digest_size=6).hexdigest()
+        again = self._asked.get(asked.digest, 0)
+        number = hashlib.blake2b(f"{asked.digest}{again}".encode(), digest_size=6).hexdigest()
         reason = CUT if cut else "tool_calls" if said.calls else "stop"
         return AgentAnswer(message_of(said, number), reason, prompt_tokens, tokens)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from posttrain.rollout.agents.game import AgentGame, PendingTurn
 from posttrain.rollout.agents.programs import GRACE, ProgramEnd, RunningProgram
 from posttrain.rollout.agents.requests import Asked
-from posttrain.rollout.agents.server import AgentServer, server_at
+from posttrain.rollout.agents.server import AgentServer, server_of
 from posttrain.rollout.engines.base import Sampler, TurnRequest
 from posttrain.types import Completion, SamplingParams, Trajectory
 
@@ -63,11 +65,11 @@ class Programs:
                 program.join(2 * GRACE)
 
     def _start(self, game: AgentGame) -> None:
-        endpoint = server_at(game.agent.port)
-        key = endpoint.admit(game, lambda game, asked: self._inbox.put((game, asked)))
-        self._keys[game] = endpoint, key
+        server = server_of(os.getpid())
+        key = server.admit(game, lambda game, asked: self._inbox.put((game, asked)))
+        self._keys[game] = server, key
         ended = partial(self._report, game)
-        game.program = RunningProgram(game.agent, game.env.row, endpoint.environment(key), ended)
+        game.program = RunningProgram(game.agent, game.env.row, server.environment(key), ended)
         game.program.start()
 
     def _report(self, game: AgentGame, outcome: ProgramEnd) -> None:
@@ -76,11 +78,13 @@ class Programs:
     def _wait(self) -> list[Event]:
         """Return what has happened; waits for it, and then shortly for more."""
         events = [self._inbox.get()]
-        while True:
+        until = time.monotonic() + TOGETHER
+        while (left := until - time.monotonic()) > 0:
             try:
-                events.append(self._inbox.get(timeout=TOGETHER))
+                events.append(self._inbox.get(timeout=left))
             except queue.Empty:
-                return events
+                break
+        return events
 
     def _now(self) -> list[Event]:
         events: list[Event] = []
@@ -91,6 +95,8 @@ class Programs:
                 return events
 
     def _then(self, finished: list[tuple[int, Completion]]) -> Sequence[TurnRequest]:
+        # a client that repeats a request waits for the answer that has just been written
+        events = [each for each in self._now() if not (isinstance(each[1], Asked) and each[0].repeats(each[1]))]
         held: list[Event] = []
         for handle, completion in finished:
             turn = self._writing.pop(handle)
@@ -100,7 +106,7 @@ class Programs:
             else:
                 self._sampler.close([handle])
             held += [(turn.game, asked) for asked in turn.game.held_requests()]
-        return self._requests(held + self._now())
+        return self._requests(held + events)
 
     def _requests(self, events: Sequence[Event]) -> list[TurnRequest]:
         """Return the turns to write for what has happened, and for what was asked before and has a place now."""
@@ -141,8 +147,8 @@ class Programs:
         self._sampler.close([handle])
 
     def _end(self, game: AgentGame, outcome: ProgramEnd) -> None:
-        endpoint, key = self._keys.pop(game)
-        endpoint.dismiss(key)
+        server, key = self._keys.pop(game)
+        server.dismiss(key)
         game.end(outcome)
         game.program = None
         for handle in [handle for handle, turn in self._idle.items() if turn.game is game]:

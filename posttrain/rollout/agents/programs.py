@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import IO, Any, NamedTuple
 
 from envs.prompts import AgentProgram
@@ -21,6 +23,45 @@ LOOK = 0.1  # seconds between two looks at a program
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 KEPT = 1 << 16  # bytes of its output that are kept, from the end
 MOST_OUTPUT = 64 << 20  # bytes that it may print
+
+
+# Kills the groups that are left when the pipe from this process ends, however it ended.
+WATCHDOG = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+class Watchdog:
+    """A process that ends the programs of this one where it was killed before it could."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        command = [sys.executable, "-S", "-c", WATCHDOG]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True
+        )
+
+    def tell(self, sign: str, group: int) -> None:
+        """Watch a process group (+), or forget it (-)."""
+        pipe = self._process.stdin
+        assert pipe is not None
+        with self._lock, suppress(OSError):
+            pipe.write(f"{sign}{group}\n")
+            pipe.flush()
+
+
+@cache
+def watchdog(process: int) -> Watchdog:
+    """Return the watchdog of this process, whose number is given: a fork has its own."""
+    return Watchdog()
 
 
 class ProgramEnd(NamedTuple):
@@ -94,7 +135,8 @@ class RunningProgram(threading.Thread):
             stdin=given, stdout=out, stderr=errors,
             env=os.environ | {"PATH": search_path()} | self.environment, start_new_session=True,
         )  # fmt: skip
-        problem = ""
+        guard, problem = watchdog(os.getpid()), ""
+        guard.tell("+", process.pid)
         try:
             while not problem and not self._stopping.is_set():
                 with suppress(subprocess.TimeoutExpired):
@@ -107,6 +149,7 @@ class RunningProgram(threading.Thread):
             code = process.poll()
         finally:
             _end(process)
+            guard.tell("-", process.pid)
         words = _last(errors).split("\n")
         if code is not None and not self.program.ended_well(code):
             said = next((line.strip() for line in reversed(words) if line.strip()), "")

@@ -62,6 +62,10 @@ class Asked:
         self.digests = digests(self.tools, self.messages)
 
     @property
+    def characters(self) -> int:
+        return sum(len(json.dumps(message, ensure_ascii=False)) for message in (*self.messages, *self.tools))
+
+    @property
     def digest(self) -> str:
         """Return what is equal for two requests that ask for the same."""
         return following(self.digests[-1], [self.stops, self.max_tokens])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import socket
 import threading
@@ -19,13 +20,14 @@ from typing import TYPE_CHECKING, Any, cast
 from envs.guard import OwnPagesOnly, WholeRequests, header, hung_up, openai_error, patient_protocol
 from posttrain.rollout.agents.game import AgentGame
 from posttrain.rollout.agents.requests import AgentAnswer, Asked, Refusal, read_request
-from posttrain.types import UserError, one_line
+from posttrain.types import UserError
 
 if TYPE_CHECKING:
     from fastapi import Request
     from fastapi.responses import Response
 
 MOST_BYTES = 8 << 20  # of a request
+MOST_CONNECTIONS = 512  # at the same time
 MODEL = "policy"  # the name of the model; requests may write any
 RETRIES = "x-stainless-retry-count"  # a header of the openai client
 
@@ -33,23 +35,13 @@ Ask = Callable[[AgentGame, Asked], None]
 
 
 class AgentServer:
-    """The server of a process, in a thread of its own.
+    """The server of a process, at a free port and in a thread of its own."""
 
-    port: 0 takes a free one. UserError if another program uses it.
-    """
-
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self) -> None:
         self._games: dict[str, tuple[AgentGame, Ask]] = {}
         self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind(("127.0.0.1", port))
-            self._socket.listen(1024)  # whoever asks before the server runs waits for it
-        except OSError as error:
-            raise UserError(
-                f"Agent programs cannot reach the model: nothing can listen at port {port} ({one_line(error)}). Write"
-                " another agent.port in the options of the environment, or leave it out to take any free one."
-            ) from error
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(1024)  # whoever asks before the server runs waits for it
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -65,15 +57,18 @@ class AgentServer:
 
     def environment(self, key: str) -> dict[str, str]:
         """Return the environment variables that lead a program here, past any proxy."""
-        here = "127.0.0.1,localhost"
-        return {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": key, "NO_PROXY": here, "no_proxy": here}
+        proxies: dict[str, str] = {}
+        for name in ("NO_PROXY", "no_proxy"):
+            proxies[name] = ",".join(filter(None, ["127.0.0.1,localhost", os.environ.get(name)]))
+        return proxies | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": key}
 
     def _serve(self) -> None:
         import uvicorn
 
         config = uvicorn.Config(
-            self._application(), log_level="critical", http=patient_protocol(), ws="none", lifespan="off"
-        )
+            self._application(), log_level="critical", http=patient_protocol(), ws="none", lifespan="off",
+            limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=600,
+        )  # fmt: skip
         asyncio.run(uvicorn.Server(config).serve([self._socket]))
 
     def _application(self) -> Any:
@@ -139,9 +134,9 @@ class AgentServer:
 
 
 @cache
-def server_at(port: int) -> AgentServer:
-    """Return the server of this process at a port, which runs until the process ends."""
-    return AgentServer(port)
+def server_of(process: int) -> AgentServer:
+    """Return the server of this process, whose number is given: a fork has its own. It runs until the process ends."""
+    return AgentServer()
 
 
 def refusal(refused: Refusal) -> Response:
