@@ -13,16 +13,14 @@ import argparse
 import math
 import re
 from pathlib import Path
-from typing import Any
-
-import torch
-from gguf import GGUFReader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from typing import TYPE_CHECKING, Any
 
 from posttrain.config import run
-from posttrain.models import model_files
 from posttrain.runtime import checkpoint
 from posttrain.types import UserError, one_line
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 MAGIC = b"GGUF"
 LONGEST = 2**24  # tokens of context; more than any model has
@@ -36,7 +34,14 @@ def convert(file: str | Path, folder: str | Path) -> Path:
     where the folder is already there.
     """
     file, folder = Path(file), Path(folder)
-    _check(file, folder)
+    _check(file, folder)  # before libraries are loaded, which takes seconds
+
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from posttrain.models import model_files
+
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         wrong = wrong_number(GGUFReader(file))
@@ -105,6 +110,8 @@ def _same_tokens(tokenizer: Any, folder: Path) -> None:
 
     It has a tokenizer class of its own for some architectures, whose rules for splitting words replace the file's.
     """
+    from transformers import AutoTokenizer
+
     again = AutoTokenizer.from_pretrained(folder)
     if any(again(text)["input_ids"] != tokenizer(text)["input_ids"] for text in PROBES):
         raise UserError(

@@ -7,6 +7,8 @@ import json
 import random
 import re
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -224,3 +226,14 @@ def test_one_part_of_several_is_refused(file: Path, tmp_path: Path) -> None:
     part.write_bytes(file.read_bytes())
     with pytest.raises(UserError, match="part 1 of 3"):
         convert(part, tmp_path / "model")
+
+
+def test_help_and_mistakes_load_no_library() -> None:
+    code = (
+        "import sys; from posttrain.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'gguf'} & sys.modules.keys()"
+    )
+    for words in (["--help"], ["none.gguf", "folder"]):
+        subprocess.run([sys.executable, "-c", code, "gguf", *words], cwd=Path(__file__).parents[2], check=True)
