@@ -73,9 +73,8 @@ class Prompts(TextEnv):
     - `reply=None`: `module:function` that writes the next user message: reply(messages, **columns) -> str or None.
     - `turns=None`: answers in an episode with `reply`; 4 when None.
     - `agent=None`: a program that answers instead of the model alone, and talks to it by OpenAI's interface: the
-      command as a list, whose parts may be templates over the columns, or a mapping with `command`, `turns=16`,
-      `seconds=600` and `parallel=16`; see agents.py. `rewards` are then given the columns `output` (what it
-      printed) and `exit_code` as well.
+      command as a list, whose parts may be templates over the columns, or a mapping with `command` and limits; see
+      agents.py. `rewards` are then given the columns `output` (what it printed) and `exit_code` as well.
     - `success=1.0`: what the first reward must give at least.
     - `on_error="skip"`: or "stop".
     - `timeout=60.0`: seconds that a reward function may take for all answers of a rollout.

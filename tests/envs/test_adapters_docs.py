@@ -85,6 +85,7 @@ def test_the_environments_of_the_config_are_found(tmp_path: Path) -> None:
         check_environments(config("http://localhost:9"))
 
 
+@pytest.mark.thorough
 def test_trl_trains_as_it_is_shown(
     tool_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_random_expression_is_read_with_the_value_it_was_made_with():
 # -- tasks and the solver ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"max_numbers": 5, "max_number": 12}, {"use_all": False}])
 def test_every_task_has_a_solution_that_the_checker_accepts(options):
     for split, seed in itertools.product(SPLITS, range(60)):

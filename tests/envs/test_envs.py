@@ -254,6 +254,7 @@ def test_scripted_policies_follow_their_cue_and_watching_them_changes_nothing(na
             assert watched.step("Up")[0] == alone.step("Up")[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ENVS)
 def test_no_weak_player_is_good_and_the_expert_is_perfect(name):
     wins = {
@@ -548,6 +549,7 @@ def test_ragens_walk_keeps_the_boxes_and_happens_half_the_time():
         assert expected * 0.7 < np.mean([end != room for end in ends]) < expected + 0.04
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("boxes", [1, 2])
 def test_the_expert_solves_ragens_sokoban_within_25_turns(boxes):
     env, lengths = make("sokoban", distribution="ragen", boxes=boxes), set()

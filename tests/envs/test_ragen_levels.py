@@ -67,6 +67,7 @@ def test_a_row_is_what_is_seen_in_play_and_others_turns_are_left_out(levels: Mod
     assert json.loads((tmp_path / "turns.jsonl").read_text()) == {"messages": [system, *others[2:]]}
 
 
+@pytest.mark.thorough
 def test_both_models_are_played_on_levels_that_chose_no_checkpoint(levels: ModuleType, tmp_path: Path) -> None:
     label = "frozen-lake"
     prepared(levels, label, tmp_path)

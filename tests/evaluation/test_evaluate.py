@@ -355,6 +355,7 @@ def test_without_a_network_all_names_are_told_at_once(tmp_path: Path) -> None:
     assert "cannot be reached" in done.stderr and "ConvGPT-0.2B" in done.stderr and "openai/gsm8k" in done.stderr
 
 
+@pytest.mark.thorough
 def test_variants_of_an_environment_stand_in_one_table(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     symbols = {"player": "A", "hole": "H"}
     variants = [

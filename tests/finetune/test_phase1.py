@@ -637,6 +637,7 @@ def test_a_kill_at_any_time_loses_no_exactness(tmp_path: Path, files: Phase, who
     assert same_weights(tmp_path / "run", whole)
 
 
+@pytest.mark.thorough
 def test_a_run_that_never_saved_resumes_from_the_beginning(
     tmp_path: Path, files: Phase, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -657,6 +658,7 @@ def test_resume_of_a_finished_run_changes_no_figure(tmp_path: Path, files: Phase
     checkpoint.verify(tmp_path / "run" / "final")
 
 
+@pytest.mark.thorough
 def test_resume_with_other_settings_is_refused(tmp_path: Path, files: Phase) -> None:
     file = config_in(tmp_path, files, max_steps=4)
     train(file)

@@ -301,6 +301,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_unusable_own_template_is_refused_with_the_remedy(name: str) -> None:
     template, reason = UNUSABLE[name]

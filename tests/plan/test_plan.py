@@ -235,6 +235,7 @@ def test_the_tiles_of_the_output_layer(bonus: float, cap: float | None) -> None:
     assert 0.6 * planned <= alive.peak <= 1.05 * planned  # what is as long as the states or the weights comes on top
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bonus", [0.0, 0.01], ids=["", "entropy"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", pytest.param("convgpt-tied", marks=pytest.mark.slow)])

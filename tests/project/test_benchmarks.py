@@ -371,6 +371,7 @@ def test_the_plan_is_compared_with_a_run(rollout, tmp_path, monkeypatch, capsys)
     assert "| phase3: rollout of a step |" in told and "| 2.00 s |" in told and "| 0.90 GiB |" in told
 
 
+@pytest.mark.thorough
 def test_a_device_is_measured_beside_its_own_limits(rollout, tmp_path, monkeypatch, capsys):
     device = loaded(FILE.parent / "device.py")
     monkeypatch.setattr(device._measure, "alone", lambda _, options: device.one(*device.arguments(options)))

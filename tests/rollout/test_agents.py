@@ -440,6 +440,7 @@ def test_what_cannot_be_answered_is_refused(tmp_path: Path, tiny_chat: Chat) -> 
     assert t.crashed == "" and t.turns == 1
 
 
+@pytest.mark.thorough
 def test_many_programs_are_the_same_whatever_runs_beside_them(
     tmp_path: Path, tiny_chat: Chat, model: PreTrainedModel
 ) -> None:

@@ -261,6 +261,7 @@ def test_greedy_play_is_the_same_in_both_engines(model: PreTrainedModel, tiny_ch
         assert ids[0] == ids[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["full, tight", "last 2", "summary of 3"])
 def test_slots_and_company_change_nothing(model: PreTrainedModel, tiny_chat: Chat, mode: str) -> None:
     def run(slots: int, engine: str) -> list[list[list[int]]]:

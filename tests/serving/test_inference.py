@@ -495,6 +495,7 @@ def as_played(name: str) -> envs.TextEnv:
     return envs.make(name, **next(env.options for env in played if env.name == name))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", GRIDS)
 def test_play_shows_the_episodes_that_rollouts_would_play(
     says: Says, generator: Generator, recorded: list[SimpleNamespace], name: str

@@ -131,6 +131,7 @@ def with_trained_rows(kind: str) -> Learner:
     return learner
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "convgpt", "convgpt-tied"])
 def test_the_teacher_of_an_adapter_has_none_of_its_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the model under the adapter, whole logits at once: the KL, what is measured, and every gradient."""

@@ -130,13 +130,14 @@ class RunningProgram(threading.Thread):
         self.ended(end)
 
     def _watched(self, given: IO[bytes], out: IO[bytes], errors: IO[bytes]) -> ProgramEnd:
+        guard = watchdog(os.getpid())  # before the program, which is unwatched otherwise until it has started
         process = subprocess.Popen(
             self.program.words(self.row),
             stdin=given, stdout=out, stderr=errors,
             env=os.environ | {"PATH": search_path()} | self.environment, start_new_session=True,
         )  # fmt: skip
-        guard, problem = watchdog(os.getpid()), ""
         guard.tell("+", process.pid)
+        problem = ""
         try:
             while not problem and not self._stopping.is_set():
                 with suppress(subprocess.TimeoutExpired):
