@@ -126,8 +126,7 @@ def answer_format(env: TextEnv, protocol: Protocol) -> str:
     if not protocol.think:
         return upper_first(f"{when}{ask}.")
     first = f"{when or 'First, '}{'first ' if when else ''}think step by step and write your reasoning"
-    # small models answer inside the thought and stop: this sentence halved their malformed first turns
-    return f"{first} between <think> and </think>. Then {ask}. Every answer ends with </answer>."
+    return f"{first} between <think> and </think>. Then {ask}."
 
 
 def example_response(env: TextEnv, protocol: Protocol) -> str:

@@ -126,8 +126,7 @@ def test_user_turns_are_sentences_about_reward_state_and_what_is_left():
     assert episode.step(say("Down")).user == f"{grid}\n\n{left.format(7)}"
     assert episode.step("what?").user == (
         "That was not a valid answer. In each turn, first think step by step and write your reasoning between <think>"
-        " and </think>. Then write the one action that you choose between <answer> and </answer>. Every answer ends"
-        " with </answer>."
+        " and </think>. Then write the one action that you choose between <answer> and </answer>."
         f"\n\n{grid}\n\n{left.format(6)}"
     )
     assert (
