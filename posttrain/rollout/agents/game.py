@@ -123,7 +123,7 @@ class AgentGame:
         self._asked: dict[str, int] = {}  # how often each request has been answered
 
     def begin_turn(self, asked: Asked) -> PendingTurn | None:
-        """Return the turn that a request asks for; None where the request needs none: it has its answer by then."""
+        """Return the turn to write for a request; None where it needs none, or has to wait for those before it."""
         if self.over:
             asked.answer.set_result(Refusal(410, "This episode is over."))
             return None
@@ -259,7 +259,7 @@ class AgentGame:
         return Branch(), ids, len(ids), known
 
     def repeats(self, asked: Asked) -> bool:
-        """Return whether a client repeats a request, which then gets the answer of before or that under way."""
+        """Give a repeated request its former answer, or the one that is being written; return whether it got one."""
         if not asked.retry:
             return False
         for turn in self.pending:
@@ -288,7 +288,7 @@ class AgentGame:
         return AgentAnswer(message_of(said, number), reason, prompt_tokens, tokens)
 
     def _order_turns(self) -> None:
-        """Number the turns anew, so that those of a context follow each other, the context of the last turn last."""
+        """Renumber the turns: those of a context follow each other, and the context of the last turn is the last."""
         trajectory = self.trajectory
         trajectory.segments = [branch.segment for branch in self.branches if branch.segment is not None]
         order = [turn for segment in trajectory.segments for turn in segment.turns]
