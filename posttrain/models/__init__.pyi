@@ -60,6 +60,7 @@ from .tools import (
     Said as Said,
     Tools as Tools,
     nine as nine,
+    openai_calls as openai_calls,
     parsed_json as parsed_json,
     plain_calls as plain_calls,
     texts_in as texts_in,

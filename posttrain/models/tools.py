@@ -104,6 +104,18 @@ def plain_calls(calls: Any) -> list[dict[str, Any]]:
     return plain
 
 
+def openai_calls(calls: Sequence[Call], ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Return calls, with an id for each, as the `tool_calls` of OpenAI's interface."""
+    return [
+        {
+            "id": each,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for each, call in zip(ids, calls, strict=True)
+    ]
+
+
 def nine(name: Any, number: int) -> str:
     """Return an id of nine letters and digits, as Mistral's templates want it, for the id of a call.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from posttrain.models import Said
+from posttrain.models import Said, openai_calls
 from posttrain.serving.served_answers import Cutter
 
 if TYPE_CHECKING:
@@ -78,14 +78,8 @@ class CallReader:
         if self.said.calls:
             choice["finish_reason"] = "tool_calls"
             choice["message"]["content"] = self.said.content or None
-            choice["message"]["tool_calls"] = [
-                {
-                    "id": f"{completion['id']}_tool_call_{number}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-                }
-                for number, call in enumerate(self.said.calls)
-            ]
+            ids = [f"{completion['id']}_tool_call_{number}" for number in range(len(self.said.calls))]
+            choice["message"]["tool_calls"] = openai_calls(self.said.calls, ids)
         return completion
 
 

@@ -11,7 +11,16 @@ from typing import Any, cast
 
 from envs.protocol import Message
 from envs.tools import Call
-from posttrain.models import Chat, Said, not_text, parse_object, plain_calls, reason_to_refuse, tools_asked
+from posttrain.models import (
+    Chat,
+    Said,
+    not_text,
+    openai_calls,
+    parse_object,
+    plain_calls,
+    reason_to_refuse,
+    tools_asked,
+)
 from posttrain.types import Completion, UserError
 
 # fields of a request that are not read: the policy answers as the run samples it
@@ -129,14 +138,8 @@ def message_of(said: Said, number: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.calls:
         message["content"] = said.content or None
-        message["tool_calls"] = [
-            {
-                "id": call.id if kept else f"call_{number}_{n}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for n, call in enumerate(said.calls)
-        ]
+        ids = own if kept else [f"call_{number}_{n}" for n in range(len(own))]
+        message["tool_calls"] = openai_calls(said.calls, ids)
     return message
 
 
