@@ -384,13 +384,18 @@ def test_programs_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     pid = str(tmp_path / "pid")
     child = f"import os, time; open({pid!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     code = f"""
-import os, sys
+import os, sys, threading
 sys.path[:0] = {[str(ROOT), str(ROOT / "tests/rollout")]!r}
 from envs.prompts import AgentProgram
-from posttrain.rollout.agents.programs import RunningProgram
+from posttrain.rollout.agents import programs
+told, tell = threading.Event(), programs.Watchdog.tell
+def telling(*words):
+    tell(*words)
+    told.set()
+programs.Watchdog.tell = telling
 program = AgentProgram((sys.executable, '-c', {child!r}))
-running = RunningProgram(program, {{}}, {{}}, print)
-running.start()
+programs.RunningProgram(program, {{}}, {{}}, print).start()
+told.wait()
 while not os.path.exists({pid!r}) or not open({pid!r}).read():
     pass
 os.kill(os.getpid(), 9)
