@@ -1,4 +1,4 @@
-"""How does ConvGPT decode with fewer operations?  Projections that read the same input are one product for a rollout.
+"""What is made of the weights once for a rollout?  ConvGPT's fused projections, and other models' bfloat16 copies.
 
 A decoding step on a GPU waits for the launches of its many small kernels. Inside `fused` a layer takes half as many:
 one product for queries, keys and values, one for gate and up, one norm and one rotation for queries and keys. What
@@ -26,14 +26,16 @@ from posttrain.runtime import compat
 
 @contextmanager
 def fused_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Let a ConvGPT decode with fused projections within the context; any other model stays unchanged.
+    """Let a model decode faster within the context, in which its weights may not change.
 
-    Nor does it of a ConvGPT with adapters, quantised weights, biases, sliding windows, hooks, or another attention than
-    sdpa. Enter it under the autocast that decoding runs under, so that weights are converted once.
+    A ConvGPT gets fused projections, unless it has adapters, quantised weights, biases, sliding windows, hooks, or
+    another attention than sdpa. Any other model gets what `converted_once` gives. Enter it under the autocast that
+    decoding runs under.
     """
     decoder = model.base_model
     if not isinstance(decoder, ConvGPTModel) or not _can_fuse(decoder):
-        yield
+        with converted_once(model):
+            yield
         return
     with torch.no_grad():
         kind = decoder.device.type
@@ -43,6 +45,28 @@ def fused_weights(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         decoder.fused = decoder.conv.fixed = None
+
+
+@contextmanager
+def converted_once(model: PreTrainedModel) -> Iterator[None]:
+    """Give linear layers the weights that autocast would otherwise make at every step; without autocast do nothing.
+
+    Autocast keeps its copies of trained weights alone: those of a frozen base model are made for every product.
+    """
+    kind = model.device.type
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    dtype = torch.get_autocast_dtype(kind)
+    linear = [layer for layer in model.modules() if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
+    weights = [(layer, layer.weight) for layer in linear if layer.weight.dtype == torch.float32]
+    try:
+        for layer, weight in weights:
+            layer.weight = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+        yield
+    finally:
+        for layer, weight in weights:
+            layer.weight = weight
 
 
 def _can_fuse(decoder: ConvGPTModel) -> bool:

@@ -80,7 +80,7 @@ def playing(shape: Shape, cfg: StarPORun, slots: int, shards: int = 1) -> Parts:
     """
     numbers = Numbers.of(cfg, shards)
     whole = {"gathered weights": shape.parameters * numbers.stored if shards > 1 else 0}
-    whole["bfloat16 weights"] = parts.copies(shape, numbers, learns=False)
+    whole["bfloat16 weights"] = parts.copies(shape, numbers, kept=True)
     if cfg.rollout.engine == "vllm" or cfg.rollout.servers:
         return whole
     prompt = cfg.rollout.max_context - cfg.rollout.max_completion_length  # the longest that leaves room for a turn
@@ -103,7 +103,7 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
         "shared prefixes": tokens * (token.before + token.kept) if cfg.can_share_prefixes else 0,
         "the layer at work": max(tokens * token.at_work, tile, reading) + in_flight,
         "gathered weights": parts.gathered_weights(shape, numbers),
-        "bfloat16 weights": parts.copies(shape, numbers, learns=True),
+        "bfloat16 weights": parts.copies(shape, numbers, kept=not numbers.recomputed),
     }
 
 

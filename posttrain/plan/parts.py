@@ -83,18 +83,17 @@ def moments(counts: Sequence[tuple[int, int]], numbers: Numbers) -> int:
 # --------------------------------------------------------------------------------------------------------- at one time
 
 
-def copies(shape: Shape, numbers: Numbers, learns: bool) -> int:
-    """Return the bytes of the bfloat16 copies that autocast makes of float32 weights.
+def copies(shape: Shape, numbers: Numbers, kept: bool) -> int:
+    """Return the bytes of the bfloat16 copies of float32 weights that products need.
 
-    Copies of trained weights are kept; others live until their product is computed, or as long as the graph needs
-    them. Sharding changes nothing, since weights are copied after they were gathered.
+    Autocast keeps those of trained weights. Sharding changes nothing: weights are copied after they were gathered.
 
-    learns: whether in an update, and not in a rollout.
+    kept: whether the copies of frozen weights are kept, too: in a rollout, and in a graph without recomputation.
     """
     if numbers.computed == numbers.stored or numbers.stored == 2:
         return 0
-    in_graph = learns and numbers.tuning == "lora" and not numbers.recomputed
-    return 2 * (shape.top + (shape.blocks if in_graph or numbers.full else 0))
+    blocks = numbers.full or (kept and numbers.tuning == "lora")
+    return 2 * (shape.top + (shape.blocks if blocks else 0))
 
 
 def gathered_weights(shape: Shape, numbers: Numbers) -> int:

@@ -115,7 +115,7 @@ def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Pa
             "activations": token.activations(tokens),
             "the layer at work": max(tokens * token.at_work, tile(tokens)) + of_output,
             "gathered weights": parts.gathered_weights(shape, numbers),
-            "bfloat16 weights": parts.copies(shape, numbers, learns=True),
+            "bfloat16 weights": parts.copies(shape, numbers, kept=not numbers.recomputed),
         },
         "end of the backward pass": {  # the gradients of output layer and embedding are added
             "gradients": numbers.mine(gradients),
@@ -126,7 +126,7 @@ def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Pa
             "states": evaluated * (token.before + FLOAT * 4 * shape.states),
             "the layer at work": max(evaluated * token.at_work, tile(evaluated)),
             "gathered weights": parts.gathered_weights(shape, numbers),
-            "bfloat16 weights": parts.copies(shape, numbers, learns=False),
+            "bfloat16 weights": parts.copies(shape, numbers, kept=False),
         },
         "stepping": {
             "gradients": numbers.mine(gradients),

@@ -406,6 +406,26 @@ def test_what_is_made_of_the_weights_lasts_for_one_rollout(change: str) -> None:
     assert decoder.fused is None and decoder.conv.fixed is None
 
 
+def test_frozen_weights_are_converted_once_to_what_autocast_makes() -> None:
+    """Of adapters and of what they adapt, and also where the rollout fails."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted: Any = get_peft_model(build("llama"), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    model = adapted.base_model.model
+    ids, before = torch.tensor(PROMPTS[:1]), [weight.data_ptr() for weight in model.parameters()]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(input_ids=ids).logits
+        with pytest.raises(KeyError), fused_weights(model):
+            linear = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
+            assert len(linear) > 20 and all(layer.weight.dtype == torch.bfloat16 for layer in linear)
+            assert torch.equal(model(input_ids=ids).logits, expected)
+            raise KeyError
+    assert [weight.data_ptr() for weight in model.parameters()] == before
+    assert {weight.requires_grad for weight in model.parameters()} == {True, False}
+    with fused_weights(model):
+        assert all(weight.dtype == torch.float32 for weight in model.parameters())
+
+
 def test_only_a_plain_convgpt_is_fused() -> None:
     def fuses(model: Any) -> bool:
         with fused_weights(model):

@@ -10,16 +10,14 @@ Shapes: B rows of a step, L positions that it reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from posttrain.models import attention_mask
+from posttrain.models import attention_mask, converted_once
 from posttrain.rollout.engines.base import Then, TurnRequest
 from posttrain.rollout.engines.slots import SlotRows, SlotSampler, Writing, write_token
 from posttrain.runtime import CacheLayer, grouped_queries, runlog
@@ -95,25 +93,6 @@ def compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
-
-
-@contextmanager
-def converted_once(model: PreTrainedModel) -> Generator[None]:
-    """Give linear layers the weights that autocast would otherwise make in each compiled step."""
-    kind = model.device.type
-    if not torch.is_autocast_enabled(kind):
-        yield
-        return
-    dtype = torch.get_autocast_dtype(kind)
-    linear = [layer for layer in model.modules() if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
-    weights = [(layer, layer.weight) for layer in linear if layer.weight.dtype == torch.float32]
-    try:
-        for layer, weight in weights:
-            layer.weight = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
-        yield
-    finally:
-        for layer, weight in weights:
-            layer.weight = weight
 
 
 class CompiledSampler(SlotSampler):
