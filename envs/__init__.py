@@ -11,10 +11,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import os
 import pkgutil
 import re
-import sys
 from functools import lru_cache
 from threading import Lock
 from typing import Any, get_type_hints
@@ -23,6 +21,7 @@ import gymnasium
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from envs.base import CAPABILITIES, SPLITS, TextEnv, known
+from envs.by_path import PATH, imported
 from envs.process_state import keep_process_state
 
 __all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "option", "register"]
@@ -109,23 +108,15 @@ def _by_name(name: str) -> type[TextEnv]:
 
 def _by_path(path: str) -> type[TextEnv]:
     """Return the class of module:Class. Names that come from a data file or a model's folder must not get here."""
-    module, _, name = path.partition(":")
-    usage = "Write module:Class, for example my_module:MyEnv for the class MyEnv of my_module.py in this folder."
-    if not all(map(str.isidentifier, [*module.split("."), name])):
+    if not PATH.fullmatch(path):
+        usage = "Write module:Class, for example my_module:MyEnv for the class MyEnv of my_module.py in this folder."
         raise ValueError(f"{path} does not name a class. {usage}")
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that no file of the folder hides an installed package
+    module, name = path.split(":")
     try:
         with keep_process_state(path):
-            namespace = vars(importlib.import_module(module))
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # a module that the user's own imports
-            raise ValueError(f"{path} cannot be used: {module} imports {error.name}, which is not installed.") from None
-        where = f"among the installed packages or in {here}"
-        raise ValueError(f"There is no module {module} {where}. {usage}") from None
-    except (Exception, SystemExit) as error:  # a module may raise anything
-        raise ValueError(f"{path} cannot be used: importing {module} raised {type(error).__name__}: {error}.") from None
+            namespace = vars(imported(module))
+    except ValueError as problem:
+        raise ValueError(f"{path} cannot be used: {problem}") from problem.__cause__
     classes = {key: value for key, value in namespace.items() if isinstance(value, type) and issubclass(value, TextEnv)}
     if name in classes:
         _check_whole(classes[name])

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -22,11 +23,21 @@ def by_path(path: str) -> Any:
     if not PATH.fullmatch(path):
         raise ValueError("write `module:name`, e.g. `my_module:function` for a function of my_module.py.")
     module_name, name = path.split(":")
+    module = imported(module_name)
+    if not hasattr(module, name):
+        own = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        listed = f" It has {', '.join(own)}." if own else ""
+        raise ValueError(f"{module_name} ({module.__file__}) has no {name}.{listed}")
+    return getattr(module, name)
+
+
+def imported(module_name: str) -> ModuleType:
+    """Return a module; ValueError as in `by_path`."""
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)  # last: a file here takes the place of no installed module
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise ValueError(f"{module_name} imports {error.name}, which is not installed.") from error
@@ -36,8 +47,3 @@ def by_path(path: str) -> Any:
         ) from None
     except (Exception, SystemExit) as error:  # a module may raise anything
         raise ValueError(f"importing {module_name} raised {type(error).__name__}: {error}") from error
-    if not hasattr(module, name):
-        own = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        listed = f" It has {', '.join(own)}." if own else ""
-        raise ValueError(f"{module_name} ({module.__file__}) has no {name}.{listed}")
-    return getattr(module, name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import re
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from functools import cache
+from threading import Lock
 from typing import Self
 
 from envs import math_answers, math_worker
@@ -31,6 +34,7 @@ TAKEN_FROM = re.compile(  # what a minus behind it is not a sign after: a number
     rf"(?:[0-9)\]}}%!]|[0-9]\.?{CURRENCY}?) *\Z|[0-9A-Za-z\u00c0-\u024f\u0370-\u052f.]['’]?\Z"
 )
 LOOK_BACK = 40  # characters
+_LOCK = Lock()  # environments may be stepped in threads
 
 
 class NoJudge(NoAnswer):
@@ -77,8 +81,7 @@ class MathJudge:
 
         with MathJudge() as judge:
             judge.correct(r"3+4=7. The answer is \boxed{7.0}.", "7")                 # True
-            judge.correct_many([(r"\boxed{\frac12}", "0.5"), ("no box", "3")])       # [True, False]
-            judge.correct_many([(r"\boxed{x=7}", "7"), (r"\boxed{6=7}", "7")])       # [True, False]
+            judge.correct(r"\boxed{6=7}", "7")                                       # False
     The worker is a fresh Python that imports math-verify alone: no torch, no copy of this process's memory. It is
     killed when it takes too long and started again for the next answer. `restarts` counts how often.
     """
@@ -112,10 +115,6 @@ class MathJudge:
             return int(response) == int(answer)  # most answers are: no need to look closer
         self._left = self.seconds
         return math_answers.equal(response, answer, self._ask)
-
-    def correct_many(self, pairs: Iterable[tuple[str, str]]) -> list[bool]:
-        """Return `correct` for each (text, answer); one that hangs takes 2 s and does not change the other results."""
-        return [self.correct(text, answer) for text, answer in pairs]
 
     def start(self) -> None:
         """Start the worker; the first question that needs it does so."""
@@ -162,3 +161,17 @@ class MathJudge:
         ready, _, _ = select.select([self._worker.stdout], [], [], seconds)
         line = self._worker.stdout.readline() if ready else b""
         return line.decode().strip() or None
+
+
+def equal(response: str, answer: str) -> bool:
+    """Return whether an expression equals the answer, by a judge that this process keeps."""
+    with _LOCK:
+        return _judge(os.getpid()).equal(response, answer)
+
+
+@cache
+def _judge(process: int) -> MathJudge:
+    """Return the judge of this process: a fork would share the pipe of its parent's worker."""
+    judge = MathJudge()
+    atexit.register(judge.close)
+    return judge

@@ -59,12 +59,6 @@ def split_unit(text: str, shortest: int = 1) -> tuple[str, str]:
     return text, ""
 
 
-def unit_in(text: str) -> str:
-    """Return the unit of a plain text, behind it or a currency before it."""
-    before = CURRENCY.match(text)
-    return split_unit(text, shortest=2)[1] or (unit_of(before[1]) if before else "")
-
-
 def agree(one: str, other: str) -> bool:
     """Return whether two units are the same; one that is left out agrees with any."""
     return not one or not other or one == other

@@ -5,21 +5,19 @@ A right answer is worth 1 at the first attempt, 1/2 at the second, 1/4 at the th
 
 from __future__ import annotations
 
-import atexit
-import os
 import re
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from envs import math_judge
 from envs.base import TextEnv
 from envs.hub_sets import EMBEDDED, read_rows
 from envs.math_answers import same_text
-from envs.math_judge import LONGEST_ANSWER, MathJudge, last_boxed
+from envs.math_judge import LONGEST_ANSWER, last_boxed
 from envs.metamath_qa.final_form import has_variables, is_written_out
 from envs.metamath_qa.problems import TEMPLATES, Parameters
 
@@ -28,7 +26,6 @@ MARK = "The answer is:"  # what stands before the answer at the end of a respons
 SAID = re.compile(r"answer(?: is\s?:?|\s?:)", re.IGNORECASE)
 NUMBER = re.compile(r"\d+(?:/\d+)?")
 LONGEST_WORKING = 600  # characters of a response that a demonstration shows as its thought
-_LOCK = Lock()
 
 
 class Problem(NamedTuple):
@@ -203,16 +200,7 @@ def is_right(response: str, answer: str) -> bool:
         return True
     if not has_variables(answer):
         return is_written_out(response, answer)
-    with _LOCK:
-        return _judge(os.getpid()).equal(response, answer)
-
-
-@lru_cache
-def _judge(process: int) -> MathJudge:
-    """Return the judge of this process: a fork would share the pipe of its parent's worker."""
-    judge = MathJudge()
-    atexit.register(judge.close)
-    return judge
+    return math_judge.equal(response, answer)
 
 
 @lru_cache(maxsize=4)

@@ -10,24 +10,20 @@ Every function has TRL's signature: reward(prompts, completions, **columns) -> l
 
 from __future__ import annotations
 
-import atexit
 import inspect
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from threading import Lock
+from functools import partial
 from typing import Any, NamedTuple
 
 from envs.base import known
 from envs.by_path import by_path
-from envs.math_judge import LONGEST_ANSWER, MathJudge, last_boxed, last_number
+from envs.math_judge import LONGEST_ANSWER, equal, last_boxed, last_number
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MARK = "####"  # before the answer in GSM8K
 THINK_FORMAT = r"<think>(?!.*<think>).*?</think>(?!.*<think>).*\S.*"
-_LOCK = Lock()
 
 
 class Reward(NamedTuple):
@@ -140,17 +136,7 @@ def same_answer(text: str, reference: str) -> bool:
     tagged = TAGGED.findall(text)
     boxed = last_boxed(text) or (tagged[-1].strip() if tagged else None)
     given = [boxed] if boxed else [text.strip(), last_number(text)]  # an answer may be nothing but the result
-    with _LOCK:
-        judge = _judge(os.getpid())
-        return any(judge.equal(each, answer) for each in given if each and len(each) <= LONGEST_ANSWER)
-
-
-@cache
-def _judge(process: int) -> MathJudge:
-    """Return the judge of this process: a fork would share the pipe of its parent's worker."""
-    judge = MathJudge()
-    atexit.register(judge.close)
-    return judge
+    return any(equal(each, answer) for each in given if each and len(each) <= LONGEST_ANSWER)
 
 
 def exact_match(

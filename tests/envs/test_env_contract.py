@@ -189,7 +189,7 @@ def test_an_environment_is_made_by_path_and_called_by_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("own_lin:Line", "There is no module own_lin among the installed packages or in .*Write module:Class"),
+        ("own_lin:Line", "there is no module own_lin: run the command in the folder that has own_lin.py"),
         ("own_line:Lin", "own_line.py there is no Lin. Write module:Class .* Environments there: Half, Line."),
         ("own_line:np", "np is not a subclass of envs.base.TextEnv"),
         ("own_line:Half", r"Half lacks begin\(\), draw\(\)"),

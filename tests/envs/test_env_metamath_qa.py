@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs import SPLITS, make, metamath_qa, players
+from envs import SPLITS, make, math_judge, metamath_qa, players
 from envs.base import split_by_hash
 from envs.metamath_qa import MetaMathQA, Problem, answer_in, is_right
 from envs.metamath_qa.problems import NAMES, TEMPLATES, THINGS, Parameters
@@ -186,7 +186,7 @@ def test_a_parser_that_hangs_costs_its_time_limit_once(monkeypatch: pytest.Monke
             asked["questions"] += 1
             return False
 
-    monkeypatch.setattr(metamath_qa, "_judge", lambda process: Slow())
+    monkeypatch.setattr(math_judge, "_judge", lambda process: Slow())
     for problem, times in ((ONE, 0), (ONE._replace(answer="x^9"), 1)):  # a power is no number, and not asked about
         env = at(problem)
         for _ in range(4):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile_answers import PIECES, hostile_answers, meet_hostile_answers
 from open_envs import open_or_skip
 
 import envs
-from envs import hostile
 from envs.promises import Subject
 from envs.protocol import Protocol, parse
 
@@ -34,7 +34,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", envs.names())
 def test_hostile_answers_do_no_harm(name: str, elsewhere: Path) -> None:
     env = open_or_skip(name)
-    played, broken = hostile.meet_hostile_answers(subject(name), 6 if env.slow else 500, seconds=0.8)
+    played, broken = meet_hostile_answers(subject(name), 6 if env.slow else 500, seconds=0.8)
     assert not broken and played >= 6
     assert not list(elsewhere.iterdir()), "an answer wrote a file"
 
@@ -43,7 +43,7 @@ def test_hostile_answers_do_no_harm(name: str, elsewhere: Path) -> None:
 @pytest.mark.parametrize("name", envs.names())
 def test_twenty_thousand_hostile_answers_do_no_harm(name: str, elsewhere: Path) -> None:
     slow = open_or_skip(name).slow
-    played, broken = hostile.meet_hostile_answers(subject(name), 20_000, seed=1, seconds=900 if slow else float("inf"))
+    played, broken = meet_hostile_answers(subject(name), 20_000, seed=1, seconds=900 if slow else float("inf"))
     print(f"{name}: {played:,} hostile answers")  # pytest -rA shows it; slow environments stop at the time limit
     assert not broken and (slow or played == 20_000)
     assert not list(elsewhere.iterdir()), "an answer wrote a file"
@@ -51,15 +51,15 @@ def test_twenty_thousand_hostile_answers_do_no_harm(name: str, elsewhere: Path) 
 
 def test_the_answers_are_of_every_kind_and_the_same_for_a_seed() -> None:
     env = envs.make("frozen_lake")
-    made = list(itertools.islice(hostile.hostile_answers(env, 3), 4000))
-    assert made == list(itertools.islice(hostile.hostile_answers(env, 3), 4000))
+    made = list(itertools.islice(hostile_answers(env, 3), 4000))
+    assert made == list(itertools.islice(hostile_answers(env, 3), 4000))
     assert len(set(made)) > 3500 and max(len(response) for _, response in made) > 40_000
     read = [parse(response, Protocol(), env.actions) for _, response in made]
     assert sum(bool(one.actions) for one in read) > 400, "games go on"
     assert sum(not one.well_formed for one in read) > 400
     assert sum(bool(one.invalid) for one in read) > 400
     text = "".join(response for _, response in made)
-    assert all(piece in text for piece in hostile.PIECES)
+    assert all(piece in text for piece in PIECES)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,6 @@ def test_a_breach_is_noticed(how: str, says: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(kind, "step", broken)
     if how == "sleeps":
-        monkeypatch.setattr(hostile, "LATE", -1.0)
-    _, found = hostile.meet_hostile_answers(subject("frozen_lake"), 400)
+        monkeypatch.setattr("hostile_answers.LATE", -1.0)
+    _, found = meet_hostile_answers(subject("frozen_lake"), 400)
     assert found and re.search(says, " ".join(found)), found[:3]

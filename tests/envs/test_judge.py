@@ -85,7 +85,7 @@ def test_judge_knows_equal_answers() -> None:
         (r"the answer is 7", "7", False), (r"\boxed{7} no, \boxed{8}", "7", False),
     ]  # fmt: skip
     with MathJudge() as judge:
-        assert judge.correct_many([(text, answer) for text, answer, _ in cases]) == [right for *_, right in cases]
+        assert [judge.correct(text, answer) for text, answer, _ in cases] == [right for *_, right in cases]
         assert judge.restarts == 0
 
 
@@ -178,7 +178,7 @@ def test_judge_survives_what_hangs_and_says_so(capsys) -> None:
         assert time.monotonic() - began < 3
         assert judge.restarts == 1
         assert not first.is_running()
-        assert judge.correct_many([(r"\boxed{\sqrt{4}}", "2"), (r"\boxed{\sqrt{9}}", "3")]) == [True, True]
+        assert judge.correct(r"\boxed{\sqrt{4}}", "2") and judge.correct(r"\boxed{\sqrt{9}}", "3")
         assert judge.restarts == 1
     assert "no verdict on 1 answer within 2 s" in capsys.readouterr().err
 
