@@ -151,19 +151,15 @@ def _load(section: ModelSection, device: str, template: str | None) -> _Loaded:
 
 
 def _template(chat: Chat, template: str | None) -> Line:
+    from posttrain.models import TEMPLATE_PATH
+
     words = f"the one of {template}" if template else "the model's own"
-    if chat.template.rstrip().endswith(_text_of_ours()):
+    if chat.template.rstrip().endswith(TEMPLATE_PATH.read_text(encoding="utf-8").rstrip()):
         added = f", whose {chat.added_tokens} tokens are added: phase 1 must teach them" if chat.added_tokens else ""
         words = f"{'' if template else 'the model has none, so '}{OURS}{added}"
     if "strftime_now" in chat.template:
         words += "; it writes today's date, so that prompts change daily (chat.template: a copy without the date)"
     return Line(OK, "chat template", words)
-
-
-def _text_of_ours() -> str:
-    from posttrain.models import TEMPLATE_PATH
-
-    return TEMPLATE_PATH.read_text(encoding="utf-8").rstrip()
 
 
 def _start(chat: Chat) -> Line:

@@ -163,17 +163,14 @@ def probed() -> Device:
     copied = torch.empty_like(numbers)
     with torch.no_grad():
         bandwidth = 2 * numbers.nbytes / _best(lambda: copied.copy_(numbers))
-        peak, single = (2 * 1024**3 / _best(partial(torch.mm, matrix, matrix)) for matrix in _squares(half))
+        squares = [torch.randn(1024, 1024).to(kind) for kind in (half, torch.float32)]
+        peak, single = (2 * 1024**3 / _best(partial(torch.mm, square, square)) for square in squares)
         few, many = (_best(partial(_tiny(layers), torch.zeros(1, 1, dtype=torch.long)), 20) for layers in (2, 10))
     operation = max(0.0, many - few) / 8 / OPERATIONS
     memory = psutil.virtual_memory().total / 1e9
     wire = bandwidth / 4e9  # gloo writes, copies and reads shared memory
     name = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
     return Device(name, memory, bandwidth / 1e9, peak / 1e12, single / 1e12, wire, 0.125, None, operation, waits=True)
-
-
-def _squares(half: torch.dtype) -> list[torch.Tensor]:
-    return [torch.randn(1024, 1024).to(kind) for kind in (half, torch.float32)]
 
 
 def _tiny(layers: int) -> Callable[..., Any]:

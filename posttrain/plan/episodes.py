@@ -38,21 +38,25 @@ from posttrain.types import UserError
 MOST_TOKENS = {"cuda": 16384, "cpu": 2048}  # of a micro-batch: more make a CPU no faster, nor, as we expect, a GPU
 
 
-def trained_counts(shape: Shape, cfg: StarPORun) -> list[tuple[int, int]]:
-    """Return (trained numbers, bytes of each) for the policy, and for the parts of the critic."""
-    counts = [parts.trained_parameters(shape, cfg.model.tuning)]
-    if cfg.algorithm.critical:
-        counts.append((shape.states + 1, FLOAT))  # the value head
-        if cfg.algorithm.critic.kind == "separate":
-            unused = 0 if shape.tied else shape.vocabulary * shape.states
-            counts += [(shape.parameters - unused + shape.adapter, FLOAT)]
-    return counts
+def trained_by_critic(shape: Shape, cfg: StarPORun) -> int:
+    """Return how many numbers the critic alone has to train, float32 like those of the policy."""
+    if not cfg.algorithm.critical:
+        return 0
+    head = shape.states + 1
+    if cfg.algorithm.critic.kind != "separate":
+        return head
+    unused = 0 if shape.tied else shape.vocabulary * shape.states
+    return head + shape.parameters - unused + shape.adapter
+
+
+def trained(shape: Shape, cfg: StarPORun) -> int:
+    """Return how many numbers the optimizer changes."""
+    return parts.trained_parameters(shape, cfg.model.tuning) + trained_by_critic(shape, cfg)
 
 
 def always(shape: Shape, cfg: StarPORun, shards: int = 1) -> Parts:
     """Return the bytes that are held from the first update on (exact, except for small tensors in 8 bits)."""
-    numbers, counts = Numbers.of(cfg, shards), trained_counts(shape, cfg)
-    critic = sum(count * each for count, each in counts[1:])
+    numbers, critic = Numbers.of(cfg, shards), FLOAT * trained_by_critic(shape, cfg)
     if cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate" and not shape.tied:
         critic += shape.vocabulary * shape.states * FLOAT  # the output layer is copied as well
     copied = cfg.algorithm.beta > 0 or cfg.remembers  # one copy is both
@@ -62,7 +66,7 @@ def always(shape: Shape, cfg: StarPORun, shards: int = 1) -> Parts:
         "reference model": numbers.mine(shape.parameters * numbers.stored) if copied and numbers.full else 0,
         "teacher": numbers.mine(teacher),
         "critic": numbers.mine(critic),
-        "optimizer": parts.moments(counts, numbers),
+        "optimizer": parts.moments(trained(shape, cfg), numbers),
     }
 
 
@@ -91,14 +95,15 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
     """Return the bytes of a forward and backward pass over a micro-batch, as if all tokens were sampled."""
     numbers = Numbers.of(cfg, shards)
     token = OfAToken.of(shape, numbers)
-    tile = output_tiles(shape, cfg, tokens, cuda)
+    kind = "cuda" if cuda else "cpu"
+    tile = parts.output_tile(shape, numbers.computed, tokens, VOCABULARY_CHUNK[kind], cuda)
     if cfg.distillation is not None:  # logits and log-probs of two models, and their gradients
-        tile = max(tile, 6 * FLOAT * min(KL_TILE["cuda" if cuda else "cpu"], tokens * shape.vocabulary))
+        tile = max(tile, 6 * FLOAT * min(KL_TILE[kind], tokens * shape.vocabulary))
     reading = tokens * OfAToken.of(shape.teacher, of_teacher(cfg, shards)).at_work if shape.teacher else 0
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if numbers.full else 0
     # the prefixes of a minibatch are kept until all its micro-batches are done; at most as many tokens
     return {
-        "gradients": numbers.mine(sum(count * each for count, each in trained_counts(shape, cfg))),
+        "gradients": numbers.mine(FLOAT * trained(shape, cfg)),
         "activations": token.activations(tokens),
         "shared prefixes": tokens * (token.before + token.kept) if cfg.can_share_prefixes else 0,
         "the layer at work": max(tokens * token.at_work, tile, reading) + in_flight,
@@ -107,16 +112,10 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
     }
 
 
-def output_tiles(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> int:
-    """Return the most bytes of logits at one time (see posttrain/models/loading/forward.py)."""
-    columns = VOCABULARY_CHUNK["cuda" if cuda else "cpu"]
-    return parts.output_tile(shape, Numbers.of(cfg).computed, tokens, columns, cuda)
-
-
 def stepping(shape: Shape, cfg: StarPORun, cuda: bool, shards: int = 1) -> Parts:
     """Return the bytes of an optimizer step. On a GPU torch's AdamW holds the roots of all second moments at once."""
     numbers = Numbers.of(cfg, shards)
-    gradients = numbers.mine(sum(count * each for count, each in trained_counts(shape, cfg)))
+    gradients = numbers.mine(FLOAT * trained(shape, cfg))
     return {"gradients": gradients, "square roots": gradients if cuda and not numbers.eight_bits else 0}
 
 

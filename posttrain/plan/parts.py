@@ -67,17 +67,14 @@ def weights(shape: Shape, numbers: Numbers) -> int:
     return numbers.mine(size)
 
 
-def trained_parameters(shape: Shape, tuning: str) -> tuple[int, int]:
-    """Return how many numbers of the policy the optimizer changes, and the bytes of each."""
-    return (shape.parameters if tuning == "full" else shape.adapter), FLOAT
+def trained_parameters(shape: Shape, tuning: str) -> int:
+    """Return how many numbers of the policy the optimizer changes. They are float32."""
+    return shape.parameters if tuning == "full" else shape.adapter
 
 
-def moments(counts: Sequence[tuple[int, int]], numbers: Numbers) -> int:
-    """Return the bytes of the optimizer's two moments (exact, except for small tensors in 8 bits).
-
-    counts: (trained numbers, bytes of each) of the policy, and of the critic if there is one.
-    """
-    return numbers.mine(sum(2 * count * (EIGHT_BITS if numbers.eight_bits else each) for count, each in counts))
+def moments(trained: int, numbers: Numbers) -> int:
+    """Return the bytes of the optimizer's two moments (exact, except for small tensors in 8 bits)."""
+    return numbers.mine(2 * trained * (EIGHT_BITS if numbers.eight_bits else FLOAT))
 
 
 # --------------------------------------------------------------------------------------------------------- at one time

@@ -26,13 +26,8 @@ from posttrain.types import UserError
 HELD = 2**29  # bytes that a process holds before it loads a model: the CUDA context, or Python and its libraries
 COLUMNS = {  # of the table, and their parts
     "model": (
-        "weights",
-        "reference model",
-        "teacher",
-        "critic",
-        "fused weights",
-        "gathered weights",
-        "bfloat16 weights",
+        *("weights", "reference model", "teacher", "critic"),
+        *("fused weights", "gathered weights", "bfloat16 weights"),
     ),
     "optimizer": ("optimizer", "square roots"),
     "gradients": ("gradients", "buckets of DDP"),
@@ -65,10 +60,6 @@ class Planned(NamedTuple):
 
 def print_plan(cfg: Any, option: str, file: str) -> None:
     """Print the plan of a run of any phase.
-
-    Args:
-        option: the value of `--plan`.
-        file: the config file of the run.
 
     Raises:
         UserError: the option is wrong; or it names one device, and the run does not fit there with its own settings.

@@ -19,10 +19,8 @@ from posttrain.plan.parts import FLOAT, MARGIN, Numbers, OfAToken, Parts, gib, p
 from posttrain.plan.shape import Shape
 from posttrain.runtime import hardware
 
-COLUMNS = {
-    "cuda": 32768,
-    "cpu": VOCABULARY_CHUNK["cpu"],
-}  # columns of the logits at a time: TRL's number, and the one that training.py sets
+# columns of the logits at a time: TRL's number, and the one that training.py sets
+COLUMNS = {"cuda": 32768, "cpu": VOCABULARY_CHUNK["cpu"]}
 OPTIMIZER = "adamw_torch_fused"  # the default of transformers
 
 
@@ -88,7 +86,7 @@ def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Pa
     """
     settings, numbers = RowSettings.of(cfg), Numbers.of(cfg, place.shards)
     trained, token = parts.trained_parameters(shape, cfg.model.tuning), OfAToken.of(shape, numbers)
-    gradients = trained[0] * trained[1]
+    gradients = FLOAT * trained
     tokens, evaluated = settings.tokens(rows), settings.tokens(settings.evaluated) if settings.held_out else 0
 
     def tile(labels: int) -> int:
@@ -107,7 +105,7 @@ def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Pa
             "reference model": parts.weights(shape, numbers)
             if settings.pairs and place.sharded and numbers.full
             else 0,
-            "optimizer": parts.moments([trained], numbers),
+            "optimizer": parts.moments(trained, numbers),
             "buckets of DDP": gradients if copied else 0,  # every gradient is copied into a bucket before it is summed
         },
         "learning": {

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from posttrain.config import StarPORun, Suite
 from posttrain.plan.devices import OPERATIONS, Fleet
 from posttrain.plan.episodes import Plan, with_checkpointing
-from posttrain.plan.parts import FLOAT, Numbers, OfAToken
+from posttrain.plan.parts import FLOAT, Numbers, OfAToken, trained_parameters
 from posttrain.plan.rows import RowSettings
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import CHARACTERS, DataRows, Episodes
@@ -149,14 +149,16 @@ def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: DataRows, rows: int, sha
     each = data.tokens * (1 + data.padding)  # of a row, or of both halves of a pair
     behind = data.tokens / (1 + settings.pairs)  # lengths differ so much that a token attends to about as many others
     learning = cost.learns(share * each, share * data.tokens * data.trained, behind, pieces)
-    trained = shape.parameters if cfg.model.tuning == "full" else shape.adapter
-    stepping = cost.steps(trained, pieces)
+    stepping = cost.steps(trained_parameters(shape, cfg.model.tuning), pieces)
 
     steps = settings.max_steps
     if steps <= 0:
         steps = math.ceil(settings.epochs * data.rows / (share * fleet.count))
     epochs = steps * share * fleet.count / max(1.0, data.rows)
-    evaluations = epochs if settings.eval_steps is None else steps / _of_all(settings.eval_steps, steps)
+    if settings.eval_steps is None:
+        evaluations = epochs
+    else:  # below 1 it is a share of all steps
+        evaluations = steps / (settings.eval_steps * (steps if settings.eval_steps < 1 else 1))
 
     def read(count: float) -> float:
         return cost.reads(count * each, count * data.tokens * data.trained, behind, count / rows)
@@ -167,11 +169,6 @@ def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: DataRows, rows: int, sha
     return Seconds({"passes": learning, "optimizer": stepping}, run)
 
 
-def _of_all(every: float, steps: int) -> float:
-    """Return steps between evaluations: in transformers an `eval_steps` below 1 is a share of all steps."""
-    return every * steps if every < 1 else every
-
-
 # ------------------------------------------------------------------------------------------------------------ phase 3
 
 
@@ -179,7 +176,7 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     """Return the seconds of phase 3 with as many conversations at a time as the plan says."""
     cfg = with_checkpointing(cfg, plan.gradient_checkpointing)
     cost = Cost(shape, Numbers.of(cfg, shards), fleet)
-    compiled = cfg.rollout.engine.startswith("vllm") or bool(getattr(cfg.rollout, "compile", False))
+    compiled = cfg.rollout.engine.startswith("vllm") or cfg.rollout.compile
     replays = cfg.rollout.engine == "replay"
 
     def plays(conversations: float, samples: float) -> float:
@@ -249,7 +246,7 @@ def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) 
     seconds = forward_passes * cost.reads(tokens, sampled, behind, pieces)
     shared = episodes * work.prompt * (1 - 1 / work.samples) if cfg.can_share_prefixes else 0.0
     seconds += epochs * cost.learns(tokens - shared, sampled, behind, pieces)
-    trained = cost.shape.parameters if cfg.model.tuning == "full" else cost.shape.adapter
+    trained = trained_parameters(cost.shape, cfg.model.tuning)
     if algorithm.critical and algorithm.critic.kind != "shared":
         seconds += epochs * cost.learns(tokens, 0, behind, pieces)
         trained *= 2

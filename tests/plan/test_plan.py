@@ -32,8 +32,9 @@ from posttrain.config.shared import ModelSection
 from posttrain.config.starpo import StarPORun
 from posttrain.models import loading as models
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.models.forward import head_logprobs, trained_states
-from posttrain.plan.episodes import Place, always, learning, output_tiles, playing
+from posttrain.models.forward import VOCABULARY_CHUNK, head_logprobs, trained_states
+from posttrain.plan.episodes import Place, always, learning, playing
+from posttrain.plan.parts import Numbers, output_tile
 from posttrain.plan.shape import Shape
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.starpo.experience import Batch, Experience
@@ -231,7 +232,8 @@ def test_the_tiles_of_the_output_layer(bonus: float, cap: float | None) -> None:
     with Alive(output.parameters()) as alive:
         logprobs, entropy = head_logprobs(model, hidden, torch.arange(512))
         (logprobs.sum() + (bonus * entropy.sum() if bonus else 0.0)).backward()
-    planned = output_tiles(shape_of(network("llama"), cfg)._replace(vocabulary=5000), cfg, 512, cuda=False)
+    shape = shape_of(network("llama"), cfg)._replace(vocabulary=5000)
+    planned = output_tile(shape, Numbers.of(cfg).computed, 512, VOCABULARY_CHUNK["cpu"], cuda=False)
     assert 0.6 * planned <= alive.peak <= 1.05 * planned  # what is as long as the states or the weights comes on top
 
 
