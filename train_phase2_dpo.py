@@ -92,10 +92,7 @@ def reference_margin(args: Any, dtype: torch.dtype, answers: list[int]) -> float
     different shapes, and rounding makes their difference grow with the square root of its number of tokens. The step
     reports the mean over its pairs. With the reference settings (bfloat16, beta .1, 300 tokens, 16 pairs): .058.
 
-    Args:
-        args: a DPOConfig.
-        dtype: what layers compute with outside autocast.
-        answers: number of tokens of each answer.
+    dtype: what layers compute with outside autocast.
     """
     used = [str(dtype).removeprefix("torch.")]
     used += ["bfloat16"] if args.bf16 else ["float16"] if args.fp16 or args.tf32 else []

@@ -185,8 +185,7 @@ def rollout(
 def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Learner | None = None) -> Scored:
     """Choose the groups to train on by their raw rewards with penalties; crashed episodes are in no statistic.
 
-    Args:
-        learner: measures entropies, where the filter's metric is made of them.
+    learner: measures entropies, where the filter's metric is made of them.
     """
     algorithm, chosen, filters = cfg.algorithm, cfg.algorithm.filter, starpo.filters
     values_B, group_B = filters.measured(groups)

@@ -155,8 +155,7 @@ def demonstrate(
 ) -> list[Message]:
     """Return the messages of an episode in which every turn, a thought and an action, is played by one of the players.
 
-    Args:
-        mix: the share of turns of each scripted policy or `expert`, summing to 1: {"nearer": 0.6, "random": 0.4}.
+    mix: the share of turns of each scripted policy or `expert`, summing to 1: {"nearer": 0.6, "random": 0.4}.
     """
     return demonstration(Episode(env, protocol, seed, split), mix, style)[0]
 

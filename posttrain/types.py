@@ -37,14 +37,18 @@ def short_name(model: str) -> str:
     return parts[-1] if parts else "model"
 
 
+def value_at(section: Any, path: str) -> Any:
+    """Return the value at a dotted path: value_at({"a": {"b": 1}}, "a.b") -> 1; None where a key is missing."""
+    for key in path.split("."):
+        section = section.get(key) if isinstance(section, dict) else None
+    return section
+
+
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed for one place in a run, e.g. `derive_seed(run_seed, "rollout", step, group, sample)`.
 
     Seeds are computed from the place, not drawn from a generator: the same place gets the same seed in any process and
     after any resume.
-
-    Args:
-        *parts: numbers and names of the place.
     """
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -108,11 +112,7 @@ class Segment:
         assert len(self.ids) == len(self.mask) == len(self.logprobs)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Append tokens that the model did not sample.
-
-        Args:
-            ids: token ids of an observation, a header or a forced tag.
-        """
+        """Append tokens that the model did not sample."""
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -120,10 +120,7 @@ class Segment:
     def write(self, turn: int, completion: Completion, opening: int = 0) -> None:
         """Append a sampled turn.
 
-        Args:
-            turn: number of the turn in the episode.
-            completion: the sampled tokens.
-            opening: number of tokens before it, of a forced tag, that belong to its text.
+        opening: number of tokens before it, of a forced tag, that belong to its text.
         """
         self.turns.append(turn)
         self.turn_starts.append(len(self.ids) - opening)

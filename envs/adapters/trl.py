@@ -85,9 +85,7 @@ def environment(name: str, max_turns: int | None = None, **options: Any) -> type
     """Return the class for `environment_factory`; TRL logs its reward under the name of the environment's class.
 
     Args:
-        name: of the environment.
         max_turns: turns of an episode; None for the environment's own number.
-        **options: of the environment.
 
     Raises:
         ValueError: there is no such environment or option.
@@ -108,9 +106,7 @@ def rows(name: str, count: int, split: str = "train", first: int = 0) -> Dataset
 
     Args:
         name: of the environment; the column `environment` is for a dictionary of factories.
-        count: number of levels.
         split: train, validation or test.
-        first: the first seed.
     """
     package("datasets", "datasets")
     from datasets import Dataset

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import field_validator, model_validator
 
 from posttrain.config.shared import PRESETS, Field, OwnFunction, Section, hint, wrong
 from posttrain.config.yaml_file import read_yaml
+from posttrain.types import value_at
 
 
 class FilterSection(Section):
@@ -47,13 +48,6 @@ class FilterSection(Section):
         """Return the largest number of groups that can be kept; every environment keeps at least one."""
         kept = {"top_k": int(self.value * groups), "top_k_abs": int(self.value)}
         return min(groups, max(environments, kept.get(self.strategy, groups)))
-
-
-def _at(values: Any, key: str) -> Any:
-    """Return the value at a dotted key; None where it is missing."""
-    for name in key.split("."):
-        values = values.get(name) if values else None
-    return values
 
 
 def presets() -> list[str]:
@@ -174,7 +168,7 @@ class AlgorithmSection(Section):
     def _no_contradiction(self) -> AlgorithmSection:
         keys_now = self.model_dump()
         for keys, decides, values in _READ_BY:
-            now = _at(keys_now, decides)
+            now = value_at(keys_now, decides)
             if now in values.split() or ":" in str(now):  # a user's function may read every key
                 continue
             for key in keys.split():
@@ -203,10 +197,10 @@ class AlgorithmSection(Section):
 
     def written(self, key: str) -> bool:
         """Return whether the file or the command line sets this value; a default or a preset is never wrong."""
-        value = _at(self.model_dump(), key)
-        if value == _at(type(self).model_construct().model_dump(), key):
+        value = value_at(self.model_dump(), key)
+        if value == value_at(type(self).model_construct().model_dump(), key):
             return False
-        return self.preset is None or value != _at(read_yaml(PRESETS / f"{self.preset}.yaml"), f"algorithm.{key}")
+        return self.preset is None or value != value_at(read_yaml(PRESETS / f"{self.preset}.yaml"), f"algorithm.{key}")
 
     @property
     def critical(self) -> bool:

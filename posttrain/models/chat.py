@@ -148,10 +148,8 @@ class Chat(Literals):
         (e.g. what an interpreter printed). The content is cut there, so that no token is on both sides. With
         `train: False` neither the content nor its stop token is trained.
 
-        Args:
-            messages: the conversation; `tool_calls` of an assistant are part of what it wrote, results of tools are
-                messages of the role tool.
-            tools: schemas of the tools that the model is shown.
+        messages: the conversation; `tool_calls` of an assistant are part of what it wrote, results of tools are
+        messages of the role tool.
         """
         return self.encode_batch([messages], [tools])[0]
 

@@ -24,7 +24,6 @@ from posttrain.models.tools import (
     form_of,
     hermes_text,
     named_results,
-    names_of,
     nine,
     parsed_json,
     plain_calls,
@@ -107,9 +106,10 @@ class Literals:
     def _check_schemas(self, tools: str, roles: tuple[str, ...], open_turn: bool) -> None:
         """Raise UserError unless the literals hold each tool's name, and no control token of its schema."""
         texts = "".join(self._literal_texts(roles, open_turn, tools))
-        if hidden := [name for name in names_of(tools) if name not in texts]:
+        schemas = parsed_json(tools)
+        if hidden := [name for tool in schemas if (name := tool["function"]["name"]) not in texts]:
             self._refuse(f"does not show the tool {hidden[0]} to the model")
-        plain = "\n".join(texts_in(parsed_json(tools)))
+        plain = "\n".join(texts_in(schemas))
         if held := [name for name in self.control_names() if name in plain]:
             raise UserError(
                 f"The schema of a tool holds the control token {held[0]}, which the model would read as one. Remove it"

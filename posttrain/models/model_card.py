@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from posttrain.files import DATA_FILES
 from posttrain.runtime import HTTP_ERROR, checkpoint
-from posttrain.types import HUB_NAME, UserError, markdown_text
+from posttrain.types import HUB_NAME, UserError, markdown_text, value_at
 
 METHODS = {
     "phase1": ("SFT", "supervised fine-tuning on the assistant's tokens"),
@@ -72,9 +72,6 @@ def phase_record(
     """Return the record of a phase for the model card, as JSON values.
 
     Args:
-        phase: as "phase1".
-        config: the run's config.
-        step: the last step.
         data: path, kind, licence, train and held_out rows of each source.
         results: figures on held-out items.
     """
@@ -84,7 +81,7 @@ def phase_record(
         "base": f"{base} at {revision}" if revision else base,
         "step": step,
         "commit": commit(),
-        "settings": {key: value for key in SETTINGS if (value := _at(config, key)) is not None} | _taught(config),
+        "settings": {key: value for key in SETTINGS if (value := value_at(config, key)) is not None} | _taught(config),
         "published": _published(base),
         "data": [source | {"published": _published(source["path"])} for source in data],
         "results": [asdict(result) for result in results],
@@ -94,10 +91,10 @@ def phase_record(
 
 def _taught(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a run with another model as its teacher; {} for any other run."""
-    if (teacher := _at(config, "distillation.teacher")) is None:
+    if (teacher := value_at(config, "distillation.teacher")) is None:
         return {}
     keys = ("distillation.teacher_coef", "distillation.reward")
-    return {"distillation.teacher": public_name(teacher)} | {key: _at(config, key) for key in keys}
+    return {"distillation.teacher": public_name(teacher)} | {key: value_at(config, key) for key in keys}
 
 
 def _published(name: str) -> bool:
@@ -145,11 +142,7 @@ def render_card(
 ) -> str:
     """Return the card, metadata and text, of a model that these phases made, one after another.
 
-    Args:
-        records: of the phases, the first one first.
-        model_type: architecture, as "llama".
-        adapter: whether to write the card of the last phase's LoRA adapter alone, which needs the model before it.
-        publication: name and evaluation of a model to publish.
+    adapter: whether to write the card of the last phase's LoRA adapter alone, which needs the model before it.
     """
     publication = publication or Published()
     start = records[-1] if adapter else records[0]
@@ -231,14 +224,6 @@ CARDS = Environment(
     keep_trailing_newline=True,
 )
 CARDS.filters |= {"count": "{:,}".format, "text": markdown_text, "place": public_name}
-
-
-def _at(config: dict[str, Any], path: str) -> Any:
-    """Return the value at a dotted path: _at({"a": {"b": 1}}, "a.b") -> 1; None where a key is missing."""
-    section: Any = config
-    for key in path.split("."):
-        section = section.get(key) if isinstance(section, dict) else None
-    return section
 
 
 def _licence(name_or_path: str, revision: str | None) -> str | None:

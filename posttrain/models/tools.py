@@ -73,11 +73,6 @@ def tools_key(tools: Tools | None) -> str | None:
         raise UserError(f"The schemas of the tools cannot be written as JSON: {one_line(error)}.") from error
 
 
-def names_of(key: str) -> list[str]:
-    """Return the names of the tools of a key."""
-    return [tool["function"]["name"] for tool in json.loads(key)]
-
-
 def plain_calls(calls: Any) -> list[dict[str, Any]]:
     """Return calls as templates expect them, with arguments as a mapping. ValueError says what is wrong.
 
@@ -214,7 +209,7 @@ def _hermes(text: str) -> Iterator[tuple[str, Call]]:
         yield "", bare  # small models leave out the tags
     while opened:
         inner, closed, after = rest.partition(CLOSE)
-        yield first, _call(inner, "arguments") if closed else Call("", {}, f"The call is not closed by {CLOSE}.")
+        yield first, _call(inner) if closed else Call("", {}, f"The call is not closed by {CLOSE}.")
         first = ""
         _, opened, rest = after.partition(OPEN)
 
@@ -272,17 +267,13 @@ def _response(text: str, tokenizer: PreTrainedTokenizerBase) -> Said:
     except Exception as error:  # the tokenizer's own template may raise anything
         return Said(text, [Call("", {}, f"The call cannot be read: {one_line(error)}.")])
     calls = message.get("tool_calls") or [] if isinstance(message, dict) else []
-    read = [_read(_function(each), "arguments") for each in calls]
+    read = [_read(each.get("function", each) if isinstance(each, dict) else each, "arguments") for each in calls]
     return Said(message.get("content") or "", read) if read else Said(text, [])
 
 
-def _function(call: Any) -> Any:
-    return call.get("function", call) if isinstance(call, dict) else call
-
-
-def _call(text: str, key: str) -> Call:
+def _call(text: str) -> Call:
     try:
-        return _read(parsed_json(text), key)
+        return _read(parsed_json(text), "arguments")
     except ValueError as error:
         return Call("", {}, _not_json(error))
 

@@ -37,7 +37,6 @@ def open_engine(
     """Return an engine for a model; `auto` is the slot engine if it passes a self-test on this model, else replay.
 
     Args:
-        stop_ids: the tokens that end a turn.
         longest: tokens of the longest conversation, if known.
         vllm_memory: the share of the device's memory that vLLM takes.
         compiled: compile the decoding step; for the slot engine alone.
@@ -77,8 +76,7 @@ def open_engine(
 def open_servers(policy: Policy, urls: Sequence[str], folder: Path) -> RemoteSampler:
     """Return a sampler over this process's share of the vLLM servers at `urls`.
 
-    Args:
-        folder: where weights are written for vLLM to read.
+    folder: where weights are written for vLLM to read.
 
     Raises:
         UserError: a server does not answer, or does not fit the policy.
@@ -116,9 +114,7 @@ def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engi
     return f"{how} its log-probs differ from those of a full forward pass by up to {difference:.2g} nats"
 
 
-def _compare(
-    model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler
-) -> tuple[float, float]:
+def _compare(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine) -> tuple[float, float]:
     """Return the largest difference of a log-prob in the self-test, and the tolerance for rounding.
 
     Computed in float32, without autocast: bfloat16 alone makes differences of 0.2 nats. Weights in half precision are

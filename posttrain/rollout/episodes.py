@@ -7,6 +7,7 @@ turn is trained in exactly the context in which it was sampled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -147,22 +148,20 @@ def play(
     return playing.trajectories
 
 
+@dataclass
 class Playing:
     """Episodes that are being played, under the arguments of `play`."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        chat: Chat,
-        episodes: Sequence[Episode | Trajectory],
-        params: SamplingParams,
-        seeds: Sequence[int],
-        slots: int,
-        context: Context,
-        done: Callable[[list[Trajectory]], None] | None,
-    ) -> None:
-        self._sampler, self._chat, self._episodes, self._params = sampler, chat, episodes, params
-        self._seeds, self._slots, self._context, self._done = seeds, slots, context, done
+    sampler: Sampler
+    chat: Chat
+    episodes: Sequence[Episode | Trajectory]
+    params: SamplingParams
+    seeds: Sequence[int]
+    slots: int
+    context: Context
+    done: Callable[[list[Trajectory]], None] | None
+
+    def __post_init__(self) -> None:
         self.trajectories: list[Trajectory] = []
         self._games: dict[int, Game] = {}
         self._programs: list[AgentGame] = []  # that have not been started yet
@@ -173,47 +172,47 @@ class Playing:
         self._report(self._begin())
         while self._waiting or self._programs:
             if self._waiting:
-                first = [self._waiting.pop() for _ in range(min(self._slots, len(self._waiting)))]
-                self._sampler.converse(self._enter(first), self._params, self._then)
+                first = [self._waiting.pop() for _ in range(min(self.slots, len(self._waiting)))]
+                self.sampler.converse(self._enter(first), self.params, self._then)
             else:
                 begun, self._programs = self._programs, []
-                play_programs(self._sampler, begun, self._params, self._slots, lambda ended: self._report([ended]))
+                play_programs(self.sampler, begun, self.params, self.slots, lambda ended: self._report([ended]))
 
     def _begin(self) -> list[Trajectory]:
         """Begin the new episodes; return those of them that cannot be played."""
-        new = range(len(self.trajectories), len(self._episodes))
-        answer_tokens, programs = self._params.max_new_tokens, set[int]()
+        new = range(len(self.trajectories), len(self.episodes))
+        answer_tokens, programs = self.params.max_new_tokens, set[int]()
         for i in new:
-            episode = self._episodes[i]
+            episode = self.episodes[i]
             if not isinstance(episode, Episode):
                 self.trajectories.append(episode)
             elif has_agent(episode.env):
-                longest = self._context.prompt_tokens(answer_tokens)
-                self._programs.append(AgentGame(self._chat, episode, longest, self._seeds[i]))
+                longest = self.context.prompt_tokens(answer_tokens)
+                self._programs.append(AgentGame(self.chat, episode, longest, self.seeds[i]))
                 self.trajectories.append(self._programs[-1].trajectory)
                 programs.add(i)
             else:
-                self._games[i] = Game(self._chat, episode, self._context, answer_tokens)
+                self._games[i] = Game(self.chat, episode, self.context, answer_tokens)
                 self.trajectories.append(self._games[i].trajectory)
-            self.trajectories[i].seed = self._seeds[i]
+            self.trajectories[i].seed = self.seeds[i]
         begun = [i for i in new if i in self._games and self._games[i].begin()]
         new_games = [self._games[i] for i in new if i in self._games]
         if new_games and not begun and not new.start and all(game.too_long for game in new_games):
             raise UserError(
                 f"{new_games[0].trajectory.crashed}, and a turn of {answer_tokens} more does not fit into"
-                f" max_context={self._context.max_tokens}. Raise it, or lower max_completion_length."
+                f" max_context={self.context.max_tokens}. Raise it, or lower max_completion_length."
             )
         self._waiting[:0] = begun[::-1]
         return [self.trajectories[i] for i in new if i not in programs.union(begun)]
 
     def _enter(self, several: Sequence[int]) -> list[TurnRequest]:
-        handles = self._sampler.open([self._games[i].segment.ids for i in several])
+        handles = self.sampler.open([self._games[i].segment.ids for i in several])
         self._episode.update(zip(handles, several, strict=True))
         return [self._turn(handle) for handle in handles]
 
     def _turn(self, handle: int) -> TurnRequest:
         i = self._episode[handle]
-        return handle, derive_seed(self._seeds[i], "turn", self.trajectories[i].turns)
+        return handle, derive_seed(self.seeds[i], "turn", self.trajectories[i].turns)
 
     def _then(self, finished: list[tuple[int, Completion]]) -> list[TurnRequest]:
         requests: list[TurnRequest] = []
@@ -227,20 +226,20 @@ class Playing:
                 leaving.append(handle)
                 game.finish()
             elif game.segment is segment:
-                self._sampler.append(handle, segment.ids[length:])
+                self.sampler.append(handle, segment.ids[length:])
                 requests.append(self._turn(handle))
             else:
                 leaving.append(handle)
                 renewed.append(self._episode[handle])
         ended = [self.trajectories[i] for i in map(self._episode.pop, leaving) if i not in renewed]
-        self._sampler.close(leaving)
+        self.sampler.close(leaving)
         self._report(ended)
-        free = self._slots - len(self._episode) - len(renewed)
+        free = self.slots - len(self._episode) - len(renewed)
         return requests + self._enter(renewed + [self._waiting.pop() for _ in range(min(free, len(self._waiting)))])
 
     def _report(self, ended: list[Trajectory]) -> None:
-        while self._done:
-            self._done(ended)
-            if len(self.trajectories) == len(self._episodes):
+        while self.done:
+            self.done(ended)
+            if len(self.trajectories) == len(self.episodes):
                 break
             ended = self._begin()

@@ -165,7 +165,6 @@ def advice_text(cfg: StarPORun, starts: Mapping[str, Start], parameters: int, se
 
     Args:
         starts: by title of the environment.
-        parameters: of the model.
         seconds: that a step takes, where it was measured.
     """
     lines: list[str] = []

@@ -187,8 +187,7 @@ class Learner:
 
         They are the sampler's own, and nothing is computed, where it rounds as the learner does.
 
-        Args:
-            needed_B: bool, whose tokens are needed; those of other episodes are NaN.
+        needed_B: bool, whose tokens are needed; those of other episodes are NaN.
         """
         if self.exact:
             return batch.sampler_S
@@ -247,8 +246,7 @@ class Learner:
     def micro_batches(self, rows: list[BatchRow], shared: Sequence[tuple[int, ...]] = ()) -> list[list[BatchRow]]:
         """Return this process's share of the rows as micro-batches; all have the same number of them, or one less.
 
-        Args:
-            shared: prefixes that do not count towards a micro-batch's tokens.
+        shared: prefixes that do not count towards a micro-batch's tokens.
         """
         prefixes = set(shared)
 
@@ -368,8 +366,7 @@ class Learner:
     def clipped_gradients(self, critic_alone: bool) -> list[float]:
         """Add up the gradients of all processes, clip them, and return the norms of policy and critic before that.
 
-        Args:
-            critic_alone: drop those of the policy: not even the optimizer's moments learn from the critic's loss.
+        critic_alone: drop those of the policy: not even the optimizer's moments learn from the critic's loss.
         """
         self.placement.sum_gradients(self.trainable[POLICY] + self.trainable[CRITIC])
         for parameter in self.trainable[POLICY] if critic_alone else ():

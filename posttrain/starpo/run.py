@@ -338,11 +338,7 @@ def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[
 
 
 def play_command(cfg: StarPORun, final: Path) -> str:
-    """Return the command that shows how the model plays the first environment, with the options and limits of the run.
-
-    Args:
-        final: folder of the model.
-    """
+    """Return the command that shows how the model plays the first environment, as in the run."""
     env, protocol, rollout = cfg.envs[0], cfg.protocol, cfg.rollout
     changes: dict[str, Any] = {"model.name_or_path": str(final)}
     if env.options or env.label:

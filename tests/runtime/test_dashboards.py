@@ -62,7 +62,8 @@ calls = []
 sys.addaudithook(lambda name, args: calls.append((name, args)) if name in (
     "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto") else None)
 import train_phase3_starpo as phase3
-from posttrain.starpo.monitoring import Monitor, watch
+from posttrain.starpo.monitoring import watch
+from posttrain.starpo.monitoring.monitor import Monitor
 from posttrain.starpo.monitoring.alarms import Alarm
 
 def noticed(state, step, row, *_):  # as a rule would

@@ -70,7 +70,6 @@ def test_equal_length_removes_the_gain_of_silence() -> None:
     assert [len(ids) for ids in chatty] == [len(ids) for ids in silent] == [8, 2]
     assert seq_rep_n(loop) > seq_rep_n(loop[:8])
     assert seq_rep_n(chatty[0]) == seq_rep_n(silent[0])
-    assert [len(ids) for ids in at_equal_length([loop], [loop], limit=5)[0]] == [5]
 
 
 def test_repetition_summary() -> None:

@@ -160,8 +160,7 @@ class Writing:
     def ready(self, free: Sequence[int]) -> tuple[torch.Tensor, int]:
         """Prepare the first rows for a forward pass; return which are done, (B,), and how many positions they see.
 
-        Args:
-            free: for each row, the first position that its slot does not need; a row without a turn writes there.
+        free: for each row, the first position that its slot does not need; a row without a turn writes there.
         """
         width = len(free)
         self._grow(width)

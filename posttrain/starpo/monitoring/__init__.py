@@ -11,21 +11,3 @@ transcripts.py   whole episodes to read, and pictures of them
 token_figures.py   log-prob, entropy, advantage and loss mask of each of their tokens
 docs/metrics.md says what each figure means and what to do about it.
 """
-
-from posttrain.starpo.monitoring.collapse import thoughts_and_prompts
-from posttrain.starpo.monitoring.episodes import Summary, costs, describe, describe_evaluation
-from posttrain.starpo.monitoring.monitor import Monitor
-from posttrain.starpo.monitoring.transcripts import due
-from posttrain.starpo.monitoring.updates import UpdateFigures, advantage_figures
-
-__all__ = [
-    "Monitor",
-    "Summary",
-    "UpdateFigures",
-    "advantage_figures",
-    "costs",
-    "describe",
-    "describe_evaluation",
-    "due",
-    "thoughts_and_prompts",
-]
