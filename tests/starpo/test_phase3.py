@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tiny_runs import python, unheard
+from tiny_runs import python
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import envs
@@ -126,13 +126,6 @@ def whole(player: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = settings(tmp_path_factory.mktemp("whole") / "run.yaml", player)
     train(file)
     return file.with_name("run")
-
-
-@pytest.mark.thorough
-def test_a_run_that_nobody_reads_goes_on(whole: Path, player: Path, tmp_path: Path) -> None:
-    file = settings(tmp_path / "run.yaml", player)
-    assert unheard("unread", "train_phase3_starpo.py", "--config", str(file)) == 0
-    assert rows(tmp_path / "run") == rows(whole)
 
 
 def test_a_run_saves_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) -> None:
@@ -669,29 +662,6 @@ def test_one_environment_of_two_that_always_raises_is_named(player: Path, tmp_pa
     with pytest.raises(UserError, match=r"boxes has crashed in every episode of 2 steps.*env check sokoban"):
         refuse_crashes(cfg, state, [group("frozen_lake", well, ill), group("boxes", ill, ill)])
     assert state.crashed_steps == {}, "a resumed run counts anew"
-
-
-@pytest.mark.thorough
-def test_an_environment_that_changes_torch_is_trained_in(
-    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from envs.frozen_lake import FrozenLake
-
-    real, where = FrozenLake.step, os.getcwd()
-
-    def step(self: FrozenLake, action: str) -> Any:
-        os.chdir("/")
-        torch.set_default_dtype(torch.float64)
-        torch.set_grad_enabled(False)
-        return real(self, action)
-
-    monkeypatch.setattr(FrozenLake, "step", step)
-    monkeypatch.setattr("envs.process_state._reported", set())
-    monkeypatch.chdir(where)
-    train(settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation={"every": 9}))
-    assert any("policy/loss" in row for row in rows(tmp_path / "run"))
-    assert os.getcwd() == where and torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
-    assert capsys.readouterr().err.count("frozen_lake changed") == 3
 
 
 def test_a_step_in_which_every_environment_crashed_teaches_nothing(player: Path, tmp_path: Path) -> None:
