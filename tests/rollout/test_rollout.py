@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -402,30 +402,51 @@ def test_thoughts_are_cut_at_token_boundaries(tiny_chat: Chat, texts: list[str],
         assert tiny_chat.decode(thought.ids).strip("\ufffd") in text[span[0] : span[1]]
 
 
-def test_thoughts_of_sampled_noise(model: PreTrainedModel, tiny_chat: Chat) -> None:
-    played = episodes(2, force_think=True)
-    trajectories = play(open_sampler(model, tiny_chat), tiny_chat, played, PARAMS, [0, 1], context=Context("last_k", 1))
-    for trajectory in trajectories:
-        assert len(thoughts(tiny_chat, trajectory)) == trajectory.turns
-
-
 # -- environments that misbehave ---------------------------------------------------------------------------------------
 
 
-def test_an_environment_that_raises_ends_its_own_episode_only(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = episodes(2)
+def raising(error: BaseException) -> Any:
+    def leave(*_: object) -> None:
+        raise error
 
-    def broken(action: str) -> None:
-        raise ZeroDivisionError("the ice melted")
+    return leave
 
-    monkeypatch.setattr(played[0].env, "step", broken)
-    moves = [["<think>a</think><answer>Up</answer>"] * 3] * 2
-    crashed, healthy = play(Scripted(tiny_chat, copy.deepcopy(moves)), tiny_chat, played, PARAMS, [0, 1])
-    assert crashed.crashed == "ZeroDivisionError: the ice melted"
-    assert not crashed.success and not crashed.terminated and crashed.turns == 1
-    assert crashed.messages[-1] == {"role": "assistant", "content": moves[0][0]}
-    assert crashed.level_seed == played[0].seed
-    assert not healthy.crashed and (healthy.terminated or healthy.truncated)
+
+def paying(episode: Episode, **changes: Any) -> Any:
+    step = episode.step
+    return lambda text: replace(step(text), **changes)
+
+
+FAULTS: dict[str, tuple[Any, str]] = {  # what is done to an episode: object, name, value; and what it crashes with
+    "raises": (lambda e: [(e.env, "step", raising(ZeroDivisionError("the ice melted")))], "ZeroDivisionError: the ice"),
+    "no key": (lambda e: [(e.env, "state_key", raising(KeyError("no state")))], "KeyError"),
+    "no hash": (lambda e: [(e.env, "state_key", lambda: [1, 2])], "TypeError"),
+    "no text": (lambda e: [(e.env, "observe", lambda: "half a pair: \ud800")], "UserError"),
+    "leaves": (lambda e: [(each, "step", raising(SystemExit(3))) for each in (e, e.env)], "SystemExit"),
+    "too much": (lambda e: [(e, "step", paying(e, reward=0.6e100))], "ValueError: the reward is 6e+99"),
+    "no number": (
+        lambda e: [(e, "success", True), (e, "step", paying(e, reward=math.nan))],
+        "ValueError: the reward is nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_what_an_environment_does_ends_its_own_episode_alone(
+    tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    played, first = episodes(2, max_turns=3), "Up" if kind == "raises" else "Jump"  # "Jump" never reaches env.step
+    answers = [[f"<think>hm</think><answer>{action}</answer>"] * 3 for action in (first, "Jump")]
+    changes, words = FAULTS[kind]
+    for target, name, value in changes(played[0]):
+        monkeypatch.setattr(target, name, value)
+    crashed, healthy = play(Scripted(tiny_chat, answers), tiny_chat, played, PARAMS, [0, 1])
+    assert crashed.crashed.startswith(words) and not crashed.success and not crashed.terminated
+    turns = 2 if kind == "too much" else 1
+    assert crashed.turns == turns == len(crashed.state_keys) == len(crashed.turn_tokens)
+    assert all(isinstance(key, str) for key in crashed.state_keys) and abs(crashed.reward) < 1e100
+    assert (crashed.env, crashed.level_seed) == ("frozen_lake", played[0].seed)
+    assert healthy.turns == 3 and not healthy.crashed
 
 
 def test_slow_environments_are_stepped_side_by_side(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,55 +486,6 @@ def test_nobody_waits_for_a_slow_environment_beyond_its_time(tiny_chat: Chat, mo
     late = "TimeoutError: frozen_lake took more than 0.2 s of an episode"
     assert [t.crashed for t in found] == [late] * 3 + [""] + [late] * 16
     assert all(t.turns == 1 and not t.success for t in found if t.crashed)
-
-
-def test_an_environment_may_misbehave_anywhere(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = episodes(3)
-
-    def broken() -> str:
-        raise KeyError("no state")
-
-    monkeypatch.setattr(played[0].env, "state_key", broken)
-    monkeypatch.setattr(played[1].env, "observe", lambda: "half a pair: \ud800")
-    moves = [["<think>a</think><answer>Jump</answer>"] * 3] * 3
-    one, two, healthy = play(Scripted(tiny_chat, moves), tiny_chat, played, PARAMS, [0, 1, 2])
-    assert one.crashed.startswith("KeyError") and two.crashed.startswith("UserError")
-    assert not healthy.crashed and healthy.turns == 3
-    for trajectory in (one, two):
-        lengths = {len(trajectory.turn_tokens), len(trajectory.turn_rewards), len(trajectory.state_keys)}
-        assert lengths == {1} and trajectory.env == "frozen_lake"
-
-
-@pytest.mark.parametrize("kind", ["unhashable", "too much", "exit"])
-def test_what_an_environment_does_ends_its_episode(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    played, answers = episodes(2, max_turns=3), ["<think>hm</think><answer>Jump</answer>"] * 3
-    env, step = played[0].env, played[0].step
-
-    def leave(*_: object) -> None:
-        raise SystemExit(3)
-
-    if kind == "unhashable":
-        monkeypatch.setattr(env, "state_key", lambda: [1, 2])
-    elif kind == "exit":
-        monkeypatch.setattr(env, "observe", leave)
-        monkeypatch.setattr(played[0], "step", leave)
-    else:
-        monkeypatch.setattr(played[0], "step", lambda text: replace(step(text), reward=0.6e100))
-    crashed, healthy = play(Scripted(tiny_chat, [answers] * 2), tiny_chat, played, PARAMS, [0, 1])
-    expected = {"unhashable": "TypeError", "too much": "ValueError: the reward is 6e+99", "exit": "SystemExit"}
-    assert crashed.crashed.startswith(expected[kind]) and not crashed.success
-    assert crashed.turns == (2 if kind == "too much" else 1) == len(crashed.state_keys)
-    assert all(isinstance(key, str) for key in crashed.state_keys)
-    assert healthy.turns == 3 and not healthy.crashed
-
-
-def test_a_reward_that_is_no_number_is_a_crash_not_a_score(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = episodes(1)
-    info = {"success": True, "action_is_valid": True, "action_is_effective": True, "failure": ""}
-    monkeypatch.setattr(played[0].env, "step", lambda action: ("x", float("nan"), True, False, info))
-    (trajectory,) = play(Scripted(tiny_chat, [["<think>a</think><answer>Up</answer>"]]), tiny_chat, played, PARAMS, [0])
-    assert trajectory.crashed == "ValueError: the reward is nan" and not trajectory.success
-    assert trajectory.reward == 0.0
 
 
 def test_an_environment_that_raises_at_its_start_is_recorded(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
