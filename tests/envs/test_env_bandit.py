@@ -12,7 +12,7 @@ import pytest
 from envs import SPLITS, make
 from envs.bandit import NAMES, PAIRS, Arm
 from envs.episode import Episode
-from envs.players import next_action, play_scripted
+from envs.players import next_action
 from envs.protocol import Protocol
 
 MANY: dict[str, Any] = {"arms": 3, "pulls": 10}
@@ -123,12 +123,7 @@ def test_levels_have_one_best_arm_by_the_gap_and_their_order_is_no_other_puzzle(
     assert len({key for key, _ in found}) == len(found) > 150
 
 
-def test_the_expert_takes_the_better_name_and_learns_which_arm_is_best():
-    for split, options in itertools.product(SPLITS, ({}, {"reversed": True})):
-        assert all(play_scripted(make("bandit", **options), "expert", Protocol(), s, split).success for s in range(100))
-        assert not any(
-            play_scripted(make("bandit", **options), "safe", Protocol(), s, split).success for s in range(20)
-        )
+def test_the_expert_learns_which_arm_is_best():
     env, wins, regrets = make("bandit", **MANY), {}, {}
     for player, seed in itertools.product(("random", "greedy", "even", "expert"), range(300)):
         env.reset(seed=seed, options={"split": "test"})

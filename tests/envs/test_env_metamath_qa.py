@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs import SPLITS, make, math_judge, metamath_qa, players
+from envs import SPLITS, make, math_judge, metamath_qa
 from envs.base import split_by_hash
 from envs.metamath_qa import MetaMathQA, Problem, answer_in, is_right
 from envs.metamath_qa.problems import NAMES, TEMPLATES, THINGS, Parameters
-from envs.protocol import Protocol
 
 ONE = Problem("What is 1/2 of 7?", "Halve 7.", "7/2", "example", "7 / 2 = 7/2")
 
@@ -281,18 +280,6 @@ def test_no_test_problem_is_a_training_problem_with_other_names_and_things():
     assert all(len(home) == 1 for home in homes.values()) and set().union(*homes.values()) == set(SPLITS)
     asked_in_both = sum(len(way) == 2 for way in ways.values())
     assert asked_in_both > 300 and max(map(len, ways.values())) == 2, "a key is one problem, asked in two ways"
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_the_expert_solves_every_problem_at_the_first_attempt_and_others_do_not(split: str) -> None:
-    env = make("metamath_qa")
-    wins = Counter()
-    for player in ("expert", "random", "near", "copied"):
-        for seed in range(100):
-            episode = players.play_scripted(env, player, Protocol.of(env), seed, split)
-            wins[player] += episode.success
-            assert episode.invalid_turns == 0 and (player != "expert" or episode.turns == 1)
-    assert wins.pop("expert") == 100 and wins["near"] == 0 and max(wins.values()) < 15
 
 
 # -- a data set --------------------------------------------------------------------------------------------------------

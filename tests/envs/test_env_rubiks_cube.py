@@ -10,8 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from envs import SPLITS, make, players, rubiks_cube as cubes
-from envs.protocol import Protocol
+from envs import SPLITS, make, rubiks_cube as cubes
 
 KNOWN = [1, 6, 27, 120, 534, 2256, 8969, 33058, 114149, 360508, 930588, 1350852, 782536, 90280, 276]
 
@@ -121,23 +120,12 @@ def test_where_the_cubes_are_few_none_is_held_out():
     assert env.split_of(env.level) == "test"
 
 
-def test_scripted_policies_win_less():
-    env = make("rubiks_cube", min_length=3, max_length=6)
-    for player, most in (("random", 3), ("pairs", 30)):
-        wins = [players.play_scripted(env, player, Protocol.of(env), seed, "train").success for seed in range(40)]
-        assert sum(wins) <= most
+def test_pairs_of_neighbours_are_counted():
+    env = make("rubiks_cube")
+    env.reset(seed=0)
     env.begin(cubes.CubeLevel(cubes.after(cubes.SOLVED, "R"), True))
     assert env.players()["pairs"] in ("R'", "L'") and env.thought() == (
         "16 of the 24 pairs of neighbours on a face have the same colour. Most of them, 24, would match after R' or L'."
     )
     env.style = "compact"
     assert env.thought() == "16 of 24 pairs now. pairs R' L'"
-
-
-def test_pictures_show_the_state():
-    env = make("rubiks_cube", render_mode="rgb_array")
-    env.reset(seed=1)
-    before = env.render()
-    assert before.shape == (250, 330, 3) and before.dtype == np.uint8
-    env.step("U")
-    assert not np.array_equal(before, env.render())

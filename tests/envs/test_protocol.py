@@ -262,17 +262,6 @@ def test_the_action_limit_ends_an_episode():
     assert len(episode.actions) == 4 and episode.turns == 2 and episode.truncated
 
 
-def test_a_crashing_environment_raises_as_it_is(monkeypatch):
-    episode = lake()
-
-    def crash(action):
-        raise ZeroDivisionError("the lake is dry")
-
-    monkeypatch.setattr(episode.env, "step", crash)
-    with pytest.raises(ZeroDivisionError, match="the lake is dry"):
-        episode.step(say("Down"))
-
-
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
 def test_a_reward_that_is_no_finite_number_is_the_environments_fault(monkeypatch, reward):
     episode = Episode(make("frozen_lake"), Protocol(), 0)
@@ -290,19 +279,6 @@ def test_a_environments_own_verdicts_count(monkeypatch):
     turn = episode.step(say("Down"))
     assert (turn.reward, turn.penalty, turn.valid, turn.done) == (0.5, -0.1, False, True)
     assert episode.truncated and not episode.terminated
-
-
-def test_a_group_shares_its_first_message_but_not_its_seed_of_chance():
-    def play(noise_seed: int) -> list[str]:
-        episode = Episode(make("frozen_lake", slippery=True, success_rate=0.4), Protocol(), 3, "test", noise_seed)
-        while not episode.done:
-            episode.step(say("Down"))
-        return [message["content"] for message in episode.messages]
-
-    group = [play(noise_seed) for noise_seed in range(8)]
-    assert len({tuple(messages[:2]) for messages in group}) == 1
-    assert len({tuple(messages) for messages in group}) > 2
-    assert group == [play(noise_seed) for noise_seed in range(8)]
 
 
 @pytest.mark.parametrize(
