@@ -174,25 +174,6 @@ def test_a_repeated_request_gets_the_same_answer_once(tmp_path: Path, tiny_chat:
     assert t.crashed == "" and t.turns == 2 and len(t.segments) == 2
 
 
-def test_an_answer_that_nobody_waits_for_is_no_turn(tmp_path: Path, tiny_chat: Chat) -> None:
-    env = section(
-        tmp_path,
-        """
-        messages = [user(row["question"])]
-        try:
-            send({"messages": messages}, timeout=0.1)
-        except TimeoutError:
-            pass
-        status, text = send({"messages": messages}, headers={"x-stainless-retry-count": "1"})
-        print(json.loads(text)["choices"][0]["message"]["content"])
-        """,
-        rewards=[f"{__name__}:printed"],
-    )
-    sampler = Answering(tiny_chat, echo, pause=0.6)
-    (t,) = played(sampler, tiny_chat, env)
-    assert (t.crashed, t.turns, t.reward, t.success) == ("", 1, 1.0, True)
-
-
 def printed(prompts: Any, completions: Any, output: list[str], exit_code: list[int], **columns: Any) -> list[float]:
     """Whether a program printed the last answer; rewards see messages, the row and how the program ended."""
     assert all(prompt[-1]["role"] == "user" for prompt in prompts) and exit_code == [0] * len(output)
