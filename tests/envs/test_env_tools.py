@@ -13,6 +13,7 @@ import envs
 from envs.episode import Episode
 from envs.protocol import Protocol
 from envs.tools import MOST_CHARACTERS, Call, Tool, answer_of, methods_of, tool_of
+from examples import own_tool
 from examples.own_search import search, write_questions
 from examples.own_tool import calculate
 
@@ -191,6 +192,16 @@ def test_the_calculator_calculates(expression: str, value: str) -> None:
 )
 def test_the_calculator_reads_numbers_alone(expression: str) -> None:
     assert answer_of(Call("calculate", {"expression": expression}), [Tool(calculate, "here")], 5.0).failed
+
+
+def test_the_calculators_questions_are_rows_for_prompts(tmp_path: Path) -> None:
+    own_tool.write_questions(tmp_path / "questions.jsonl", 30)
+    env: Any = envs.make("prompts", path=str(tmp_path / "questions.jsonl"), rewards=["math"])
+    for seed in range(3):
+        episode = Episode(env, Protocol(), seed, "train")
+        question = episode.messages[-1]["content"]
+        answer = answer_of(Call("calculate", {"expression": question[8:-1]}), [Tool(calculate, "here")], 5.0)
+        assert episode.step(f"It is \\boxed{{{answer.text}}}.").reward == 1
 
 
 def test_the_example_searches_the_articles_of_search_qa(tmp_path: Path) -> None:
