@@ -334,11 +334,30 @@ def test_a_written_number_wins_and_is_warned_of() -> None:
     assert planned.changes == {
         "rollout.slots": 100_000,
         "trainer.micro_batch_tokens": 512,
-        "trainer.gradient_checkpointing": False,
+        "trainer.gradient_checkpointing": True,
+        "rollout.cuda_graphs": True,
     }
     (warning,) = planned.warnings
     assert "\n" not in warning and "rollout.slots" in warning
     assert plan.choose(SHAPE, config(), Place(24 * GIB)).warnings == []
+
+
+def test_what_graphs_hold_stays_beside_an_update() -> None:
+    """With CUDA graphs the cache and the copies of weights are there always, and an update gets what they leave."""
+    with_graphs, without = (
+        plan.choose(SHAPE, config(rollout={"cuda_graphs": on}, trainer={"bf16": True}), Place(16 * GIB))
+        for on in (None, False)
+    )
+    for name in ("KV cache", "bfloat16 weights"):
+        assert with_graphs.parts["always"][name] > 0 and name not in with_graphs.parts["playing"]
+        assert without.parts["playing"][name] > 0 and name not in without.parts["always"]
+    assert "CUDA graphs" in with_graphs.parts["always"] and "CUDA graphs" not in without.parts["always"]
+    assert with_graphs.peak <= 16 * GIB and with_graphs.slots <= without.slots
+    for place in (Place(11 * GIB), Place(16 * GIB, cuda=False)):
+        chosen = plan.choose(SHAPE, config(trainer={"bf16": True}), place)
+        assert not chosen.cuda_graphs and "KV cache" in chosen.parts["playing"]
+    with pytest.raises(UserError, match=r"helps: rollout\.cuda_graphs=false"):
+        plan.choose(SHAPE, config(rollout={"cuda_graphs": True}, trainer={"bf16": True}), Place(11 * GIB))
 
 
 def test_activations_are_recomputed_where_memory_asks() -> None:

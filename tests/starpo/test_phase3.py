@@ -261,6 +261,7 @@ def test_a_resumed_run_keeps_what_the_plan_chose(
         "rollout.slots": 16,
         "trainer.micro_batch_tokens": 2048,
         "trainer.gradient_checkpointing": False,
+        "rollout.cuda_graphs": False,
     }
     assert yaml.safe_load((tmp_path / "run" / "run_config.yaml").read_text())["rollout"]["slots"] is None
     monkeypatch.setitem(MOST_TOKENS, "cpu", 600)

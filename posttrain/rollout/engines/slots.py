@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from transformers import Cache, PreTrainedModel
 
-from posttrain.models import attention_mask, backbone_states, fused_weights, text_config
+from posttrain.models import Kept, attention_mask, backbone_states, fused_weights, text_config
 from posttrain.rollout.engines.base import Histories, Then, TurnRequest
 from posttrain.rollout.engines.sampling import sample_tokens, uniforms
 from posttrain.runtime import CacheLayer, floats, integers, widest
@@ -137,14 +137,14 @@ class Writing:
         """How many rows the turns span."""
         return 1 + max(self.slots)
 
-    def _grow(self, count: int) -> None:
+    def grow(self, count: int) -> None:
         missing = count - len(self.rows.token_B)
         if missing > 0:
             self.rows = SlotRows._make(map(torch.cat, zip(self.rows, self._fresh(missing), strict=True)))
 
     def begin(self, slots: Sequence[int], ids: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """Begin a turn after these ids, in each of these slots."""
-        self._grow(1 + max(slots))
+        self.grow(1 + max(slots))
         slot_N, rows = torch.tensor(slots, device=self.device), self.rows
         rows.token_B[slot_N] = torch.tensor([row[-1] for row in ids], device=self.device)
         rows.position_B[slot_N] = torch.tensor([len(row) - 1 for row in ids], device=self.device)
@@ -164,7 +164,7 @@ class Writing:
             free: for each row, the first position that its slot does not need; a row without a turn writes there.
         """
         width = len(free)
-        self._grow(width)
+        self.grow(width)
         idle = [slot for slot in range(width) if slot not in self.slots]
         done_B = torch.zeros(width, dtype=torch.bool, device=self.device)
         done_B[idle] = True
@@ -216,6 +216,7 @@ class SlotSampler(Histories):
         self._slot: dict[int, int] = {}
         self._readers: dict[tuple[int, ...], int] = {}  # the conversation that has read this prefix first
         self._vacant: list[int] = []
+        self._weights: Kept | None = None  # None: what `fused_weights` makes is freed after each rollout
 
     def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         assert all(len(prompt) > 0 for prompt in prompts)
@@ -234,16 +235,19 @@ class SlotSampler(Histories):
         self._readers = {ids: reader for ids, reader in self._readers.items() if reader not in gone}
         if not self._slot:
             self._vacant.clear()
-            for layer in self._layers:
-                layer.forget()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Free the cache, which no conversation needs any more."""
+        for layer in self._layers:
+            layer.forget()
 
     @torch.no_grad()
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         was_training = self.model.training
         self.model.eval()
-        vocabulary = text_config(self.model).vocab_size
-        writing = Writing(params, vocabulary, self.stop_ids, self.model.device)
-        with fused_weights(self.model):  # weights do not change before the last turn is written
+        writing = self._writing(params)
+        with fused_weights(self.model, self._weights):  # which do not change before the last turn is written
             while turns or writing.slots:
                 if turns:
                     handles = [handle for handle, _ in turns]
@@ -255,6 +259,10 @@ class SlotSampler(Histories):
                     self._gather(writing)
                 turns = then(self._write(writing))
         self.model.train(was_training)
+
+    def _writing(self, params: SamplingParams) -> Writing:
+        """Return what holds the turns of a rollout with these parameters."""
+        return Writing(params, text_config(self.model).vocab_size, self.stop_ids, self.model.device)
 
     # ------------------------------------------------------------------ the cache
 
