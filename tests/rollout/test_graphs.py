@@ -181,6 +181,19 @@ def test_adapters_that_change_are_recorded_once_and_without_them_again() -> None
     play(model, sampler, params, 6)
 
 
+def test_requests_of_all_kinds_share_graphs_where_they_can_and_hold_a_few() -> None:
+    """A server's requests choose how many tokens they get and how these are drawn."""
+    model, recorder = one_layer(Qwen3ForCausalLM), ListRecorder()
+    sampler = replaying(model, recorder)
+    for tokens in (14, 9, 3, 14):
+        play(model, sampler, SamplingParams(max_new_tokens=tokens), 6)
+    assert recorder.steps == len(sizes(sampler))
+    for n in range(12):
+        params = SamplingParams(max_new_tokens=3, temperature=1 + n / 10)
+        assert conversation(sampler, params)[0] == conversation(SlotSampler(model, STOPS, PAD), params)[0]
+    assert len(sampler._static) == graphs.MOST_KINDS
+
+
 def test_an_interrupted_rollout_leaves_nothing_behind() -> None:
     model = one_layer(Qwen3ForCausalLM)
     sampler, params = replaying(model), SamplingParams(max_new_tokens=14)

@@ -3,8 +3,8 @@
 A GPU takes less time for a decoding step of a small model than Python needs to launch its kernels; a CUDA graph
 launches them all at once. A graph holds addresses. So the cache has its full length from the start, and it, the rows
 and the copies of weights stay where they are from rollout to rollout. A graph is recorded once in a run for each
-number of rows (powers of two) and of positions (multiples of 256). All graphs use one memory pool: one runs at a time,
-and what a step leaves behind is in tensors outside of it.
+number of rows (powers of two) and of positions (multiples of 256), and each kind of sampling. All graphs use one memory
+pool: one runs at a time, and what a step leaves behind is in tensors outside of it.
 
 Shapes: B rows of a step, S slots.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -27,7 +27,9 @@ from posttrain.runtime import runlog
 from posttrain.types import SamplingParams, one_line
 
 FEWEST_ROWS = 8
+FEWEST_TOKENS = 64  # that a row has room for; more are powers of two
 POSITIONS = 256  # a step reads a multiple of it
+MOST_KINDS = 8  # of sampling parameters that have graphs
 
 Step = Callable[[], object]
 
@@ -132,11 +134,16 @@ class GraphSampler(SlotSampler):
                 self._readers.clear()
                 self._cached = dict.fromkeys(self._cached, 0)
             self._static, self._weights, self._seen = {}, {}, seen
-        static = self._static.get(params)
+        room = max(FEWEST_TOKENS, 1 << (params.max_new_tokens - 1).bit_length())
+        static = self._static.pop(roomy := replace(params, max_new_tokens=room), None)
         if static is None:
             device = self.model.device
             done_S, going = torch.ones(0, dtype=torch.bool, device=device), torch.tensor(0, device=device)
-            static = self._static[params] = _Static(super()._writing(params), done_S, going)
+            static = _Static(super()._writing(roomy), done_S, going)
+        self._static[roomy] = static  # as the latest
+        if len(self._static) > MOST_KINDS:
+            del self._static[next(iter(self._static))]
+        static.writing.most = params.max_new_tokens
         static.writing.slots.clear()  # of a rollout that was interrupted
         self._now = static
         return static.writing

@@ -91,6 +91,7 @@ class SlotRows(NamedTuple):
     position_B: torch.Tensor
     uniform_BN: torch.Tensor
     length_B: torch.Tensor
+    most_B: torch.Tensor  # tokens that the turn may have
     tokens_BN: torch.Tensor
     logprobs_BN: torch.Tensor
     seen_BV: torch.Tensor  # no columns without a repetition penalty
@@ -110,14 +111,17 @@ def write_token(
     rows.token_B.copy_(torch.where(done_B, rows.token_B, next_B))
     rows.position_B.add_(going_B)
     rows.length_B.add_(going_B)
-    return done_B | torch.isin(next_B, stop_ids) | (rows.length_B == rows.tokens_BN.shape[1] - 1)
+    return done_B | torch.isin(next_B, stop_ids) | (rows.length_B == rows.most_B)
 
 
 class Writing:
-    """The turns that are being written; each is in the row of its slot."""
+    """The turns that are being written; each is in the row of its slot.
+
+    `most` limits the tokens of turns that begin from now on; rows have room for `params.max_new_tokens`.
+    """
 
     def __init__(self, params: SamplingParams, vocabulary: int, stop_ids: list[int], device: torch.device) -> None:
-        self.params, self.device = params, device
+        self.params, self.device, self.most = params, device, params.max_new_tokens
         self.seen_size = vocabulary if params.repetition_penalty != 1.0 else 0
         self.stop_ids = torch.tensor(stop_ids, device=device)
         self.rows = self._fresh(0)
@@ -130,7 +134,8 @@ class Writing:
         size = self.params.max_new_tokens + 1  # a row that is done writes behind its turn
         written = zeros(size), zeros(size, dtype=torch.float32)
         uniform = zeros(size, dtype=widest(self.device))
-        return SlotRows(zeros(), zeros(), uniform, zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
+        seen = zeros(self.seen_size, dtype=torch.bool)
+        return SlotRows(zeros(), zeros(), uniform, zeros(), zeros(), *written, seen)
 
     @property
     def width(self) -> int:
@@ -150,7 +155,7 @@ class Writing:
         rows.position_B[slot_N] = torch.tensor([len(row) - 1 for row in ids], device=self.device)
         seed_N1 = torch.tensor(seeds, device=self.device)[:, None]
         rows.uniform_BN[slot_N] = uniforms(seed_N1, torch.arange(rows.uniform_BN.shape[1], device=self.device))
-        rows.length_B[slot_N] = 0
+        rows.length_B[slot_N], rows.most_B[slot_N] = 0, self.most
         rows.seen_BV[slot_N] = False
         if self.seen_size:
             for slot, row in zip(slots, ids, strict=True):
