@@ -71,10 +71,10 @@ def _with_settings(cfg: EvaluateRun, suite: str, settings: dict[str, Record]) ->
     return settings[chosen] | {"setting": chosen, "settings": settings}
 
 
-def _share(rows: Sequence[Record], metric: str = "accuracy") -> Record:
-    right = sum(bool(row[metric]) for row in rows)
+def _share(rows: Sequence[Record]) -> Record:
+    right = sum(bool(row["accuracy"]) for row in rows)
     low, high = metrics.wilson(right, len(rows))
-    return {metric: right / len(rows), "n": len(rows), "low": low, "high": high}
+    return {"accuracy": right / len(rows), "n": len(rows), "low": low, "high": high}
 
 
 def _answer_figures(rows: Sequence[Record]) -> Record:

@@ -160,7 +160,6 @@ def fit(
     """Train to the end and measure the held-out rows. A signal saves a checkpoint and ends the process here.
 
     Args:
-        trainer: SFTTrainer or DPOTrainer of this package.
         title: name of the phase for the progress bar.
         cfg: SFTRun or DPORun.
         resume: start from the newest intact checkpoint.

@@ -114,11 +114,7 @@ def open_dashboards(
 ) -> Dashboards:
     """Start the run on each dashboard of `cfg.report_to`, or continue it; do nothing in the other processes.
 
-    Args:
-        cfg: the config of a phase.
-        settings: the config as values of JSON, to show beside the curves.
-        resume: continue the run of an earlier process.
-        named: returns a metric's name on the dashboard.
+    settings: the config as values of JSON, to show beside the curves. named: returns a metric's name on the dashboard.
     """
     out = Path(cfg.output_dir)
     if not cfg.report_to or not runlog.is_main_process():

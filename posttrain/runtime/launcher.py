@@ -48,11 +48,7 @@ def sharding() -> Sharding:
 
 
 def check_launch(cfg: Any) -> None:
-    """Raise UserError for a launch with too few processes, or with a sharding that this config does not support.
-
-    Args:
-        cfg: the config of a phase.
-    """
+    """Raise UserError for a launch with too few processes, or with a sharding that this config does not support."""
     _check_processes()
     for variable in OTHERS:
         if is_on(variable):

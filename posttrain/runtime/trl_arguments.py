@@ -25,9 +25,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     logged, and `Reporter` logs the last one: a run on little data may be shorter than `logging_steps`.
 
     Args:
-        kind: SFTConfig or DPOConfig.
         cfg: SFTRun or DPORun, whose section `trainer` replaces the defaults for the device.
-        device: of this process.
         **fixed: fields that the config cannot change.
 
     Raises:
@@ -144,7 +142,7 @@ SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the losses that read
 def _check_effect(args: Any, fields: dict[str, Any]) -> None:
     """Raise ValueError for settings that TRL and transformers accept and then ignore.
 
-    given: the section `trainer` of the config, without their defaults.
+    fields: the section `trainer` of the config, without their defaults.
     """
     losses, scheduler = args.loss_type, str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     pairs = isinstance(losses, list)  # phase 2

@@ -115,13 +115,7 @@ def show_levels(
 ) -> None:
     """Play levels of the evaluator and show observations, answers, rewards and results.
 
-    Args:
-        generator: the model.
-        env: the environment.
-        cfg: config of the chat.
-        setting: sampling of the model.
-        episodes: number of levels.
-        delay: seconds between turns.
+    episodes: number of levels. delay: seconds between turns.
     """
     from posttrain import metrics
 

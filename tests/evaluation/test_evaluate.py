@@ -643,7 +643,7 @@ def test_scores_that_are_not_finite_are_a_failure(tiny_chat: Chat, monkeypatch: 
 def test_pairs_are_scored_in_float32(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     """Whatever the dtype of everything else: bfloat16 moves a sequence's log-prob as much as DPO does."""
     suites = {"recall": SMALL["recall"], "preferences": {"n": 4}}
-    loaded, rows = Loaded(), {}
+    loaded, rows = Loaded(MathJudge()), {}
     for dtype in ("bfloat16", "float32"):
         cfg = resolved(tmp_path, checkpoints, suites=suites, dtype=dtype)
         for task in tasks_of(cfg):
@@ -750,7 +750,7 @@ def test_rows_at_a_time_follow_from_the_memory(
     tmp_path: Path, checkpoints: dict[str, str], tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = resolved(tmp_path, checkpoints, batch_size=None)
-    section, loaded = scoring.section(cfg, "base"), Loaded()
+    section, loaded = scoring.section(cfg, "base"), Loaded(MathJudge())
     loaded.get(section, "cpu", None)
     needed = {}
     for free in (32, 64, 128):

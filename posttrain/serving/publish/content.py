@@ -82,11 +82,8 @@ def model_of(run: Path) -> Path:
 def gather_content(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path | None = None) -> Content:
     """Return the files that are published.
 
-    Args:
-        run: as in `model_of`.
-        repo: OWNER/NAME.
-        include: further files or folders of the phase.
-        evaluation: folder of results.json, if not the run's own.
+    run: as in `model_of`. repo: OWNER/NAME. include: further files or folders of the phase. evaluation: folder of
+    results.json, if not the run's own.
     """
     folder = model_of(run)
     manifest = checkpoint.verify(folder)

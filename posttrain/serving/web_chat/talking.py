@@ -208,9 +208,8 @@ class ChatTab:
         """Write a token on each side in turn, until the answers end, are stopped, or the page is closed."""
         request = self.read_settings(*inputs)
         talk.pending, talk.waiting, talk.busy, talk.seconds = text, True, True, {}
-        seed = derive_seed(
-            self.cfg.seed, "chat", talk.number
-        )  # the same for both sides: they differ in the model or the settings
+        # the same for both sides: they differ in the model or the settings
+        seed = derive_seed(self.cfg.seed, "chat", talk.number)
         began = drawn = time.monotonic()
         answers: list[Answering] = []
         try:
