@@ -38,14 +38,13 @@ def summarise(cfg: EvaluateRun, rows: list[Record], by_checkpoint: dict[str, lis
         by_suite.setdefault(row["suite"], {}).setdefault((row["setting"], row["part"]), []).append(row)
     summary: dict[str, Any] = {}
     for suite, by_part in by_suite.items():
-        settings: dict[str, Any] = {}
+        settings: dict[str, dict[str, list[Record]]] = {}
         for (setting, part), part_rows in by_part.items():
             settings.setdefault(setting, {})[part] = part_rows
         if suite == "envs":
-            parts = {part for _, part in by_part}
             summary[suite] = {
                 env: _with_settings(cfg, suite, {s: env_figures(by[env]) for s, by in settings.items()})
-                for env in sorted(parts, key=[part for _, part in by_part].index)
+                for env in dict.fromkeys(part for _, part in by_part)
             }
         elif suite == "math":  # by source: different sources are never counted together
             sources: dict[str, dict[str, dict[str, list[Record]]]] = {}

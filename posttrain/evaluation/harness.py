@@ -352,7 +352,6 @@ def name_of(model: str, digest: str, evaluated: dict[str, str], benchmarks: dict
 
 
 def write_samples(file: Path, rows: Sequence[Record]) -> None:
-    """Write questions and answers, a line for each item."""
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = [{key: row[key] for key in (*KEPT, *row["metrics"])} for row in rows]
     write_whole(file, (f"{json.dumps(row, default=str)}\n" for row in kept))

@@ -146,7 +146,6 @@ class ScoresNotFinite(ValueError):
 
 
 def check_finite(logprobs: Iterable[float]) -> None:
-    """Raise ScoresNotFinite where a log-prob is NaN or infinite."""
     if not all(map(math.isfinite, logprobs)):
         raise ScoresNotFinite("a log-prob is NaN or infinite")
 

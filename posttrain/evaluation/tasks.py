@@ -209,7 +209,6 @@ def env_error(env: str, problem: BaseException) -> UserError:
 
 
 def env_section(cfg: EvaluateRun, title: str) -> EnvSection:
-    """Return the environment of `suites.envs` with this title."""
     assert cfg.suites.envs is not None
     return next(env for env in cfg.suites.envs.envs if env.title == title)
 

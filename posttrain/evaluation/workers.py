@@ -27,9 +27,7 @@ from posttrain.files import keep_standard_streams
 from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
-PRELOADED = [
-    f"posttrain.{name}" for name in ("models.loading.loading", "rollout.episodes.episodes", "models.loading.forward")
-]
+PRELOADED = ["posttrain.models.loading", "posttrain.rollout.episodes", "posttrain.models.forward"]
 RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Record]]
 
 

@@ -77,7 +77,6 @@ def shown_episodes(results: Results, rows: Sequence[Record], checkpoints: Sequen
 
 
 def figures_by_env(results: Results, checkpoint: str) -> dict[str, Any]:
-    """Return a checkpoint's figures by environment."""
     return results["checkpoints"][checkpoint].get("envs", {})
 
 

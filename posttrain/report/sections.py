@@ -260,7 +260,6 @@ def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
 
 
 def provenance(results: Results) -> dict[str, Any]:
-    """Return how the figures were measured."""
     config = results["config"]
     knobs = ("temperature", "top_k", "top_p", "repetition_penalty")
     return {

@@ -39,8 +39,6 @@ def as_transformers(key: str) -> str:
 
 
 class Dashboard(Protocol):
-    """One dashboard of a run."""
-
     has: Held
 
     def log(self, row: Mapping[str, float], step: int) -> None: ...
@@ -88,7 +86,6 @@ class Dashboards:
             self._show(row, step)
 
     def _show(self, row: Mapping[str, Any], step: int) -> None:
-        """Show a row of the file `SHOWN`."""
         pictures = [self.out / name for name in row["pictures"]]
         for one in self.each:
             if (step, f"{row['title']}/picture 0") not in one.has and all(map(Path.exists, pictures)):

@@ -20,7 +20,6 @@ ONE_PROCESS = "rollout.engine=vllm runs in a single process: write rollout.engin
 
 
 def processes() -> int:
-    """Return how many processes the launcher has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -103,7 +103,6 @@ class Placement:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Compute without gradient inside."""
         with torch.no_grad():
             yield
 

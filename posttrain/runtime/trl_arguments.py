@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer, get_scheduler
 
-from posttrain.runtime import compat, hardware, launcher, parallel
+from posttrain.runtime import compat, launcher, parallel
 from posttrain.types import UserError
 
 # the metrics of an evaluation in phases 1 and 2
@@ -48,7 +48,6 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         "max_length": cfg.data.max_length,
         **fixed,
     }
-    cfg = hardware.settle(cfg)
     parallel.join(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
     compat.ignore_renamed_argument()
     with refusals_in_words():

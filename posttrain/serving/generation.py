@@ -34,7 +34,6 @@ class Generator:
 
     @property
     def context(self) -> int:
-        """Return the largest number of tokens that the model can read."""
         return context_of(self.model)
 
     def answer(self, ids: list[int], params: SamplingParams, seed: int) -> Answer:

@@ -135,7 +135,6 @@ def show_levels(
 
 
 def play_level(level: PlayedLevel, out: Console, title: str, delay: float) -> None:
-    """Play a level to its end, on the terminal."""
     env = level.episode.env
     while not level.over:
         out.print(Text(f"\n{title}, turn {level.episode.turns + 1}", "bold"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from tiny_phases import Phase
+from tiny_phases import Phase, same_weights
 from tiny_runs import python, rows_of
 from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 from trl.trainer.dpo_config import DPOConfig
@@ -285,8 +285,6 @@ def test_a_setting_that_has_no_effect_is_refused(
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
-        ({"label_smoothing": 0.1}, r"label_smoothing=0\.1 would have no effect, for only the losses exo_pair, robust"),
-        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1 would have no effect"),
         ({"padding_free": True}, "padding_free=True would have no effect"),
         ({"f_alpha_divergence_coef": 0.5}, "belongs to f_divergence_type=alpha_divergence"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "write constant_with_warmup"),
@@ -375,8 +373,7 @@ def test_damaged_pairs_or_reference_log_probs_are_made_again(
     assert "prepared again" in capsys.readouterr().out
     checkpoint.verify(pairs)
     assert rows_of(tmp_path / "run") == rows_of(whole)
-    one, other = ((run / "final" / "model.safetensors").read_bytes() for run in (tmp_path / "run", whole))
-    assert one == other
+    assert same_weights(tmp_path / "run", whole)
 
 
 def test_another_template_than_phase_1s_is_refused(tmp_path: Path, files: Phase) -> None:

@@ -23,9 +23,7 @@ class Script(NamedTuple):
 
 PAIR_FIGURES = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen")
 SFT = Script("train_phase1_sft", "messages", "sft", ("loss", "entropy", "mean_token_accuracy"))
-DPO = Script(
-    "train_phase2_dpo", "preferences", "dpo", ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen")
-)
+DPO = Script("train_phase2_dpo", "preferences", "dpo", PAIR_FIGURES)
 
 
 class Phase:

@@ -52,12 +52,10 @@ class Content:
     free_text: list[str] = field(default_factory=list)  # "hardware: two CPU cores"
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
         content = self.files[name]
         return len(content) if isinstance(content, bytes) else content.stat().st_size
 
     def write(self, folder: Path) -> None:
-        """Write the files into an empty folder."""
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"--folder {folder} is not empty. Name another one.")
         for name, content in self.files.items():
