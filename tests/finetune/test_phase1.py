@@ -372,7 +372,7 @@ def test_what_the_device_calls_for(
     file = files.config_in(tmp_path, bf16=None)
 
     def arguments(*changes: str) -> Any:
-        cfg = hardware.settle(resolve(SFTRun, file, changes))
+        cfg = hardware.settle(resolve(SFTRun, file, list(changes)))
         return trl_arguments.arguments(SFTConfig, cfg, torch.device("cpu"))
 
     args = arguments()
