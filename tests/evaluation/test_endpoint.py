@@ -201,14 +201,6 @@ def test_nobody_listens(tmp_path: Path) -> None:
         ask(client, ASKED, PARAMS, 5)
 
 
-def test_what_cannot_pass_is_not_tried_again(serving: Any, tmp_path: Path) -> None:
-    for status, words in ((400, "refuses the request with status 400: no such field"), (401, "without a key")):
-        server = serving(lambda *_, status=status: (status, {}, b"no such field"))
-        with pytest.raises(UserError, match=words):
-            ask_once(tmp_path / "kept.jsonl", server)
-        assert len(server.asked) == 1
-
-
 def test_nothing_goes_elsewhere_nor_comes_from_the_environment(
     serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,14 +246,16 @@ def test_a_request_says_what_a_local_model_is_asked(serving: Any, tmp_path: Path
         (400, "'max_completion_tokens'?", {"tokens_field": "max_completion_tokens"}, "write tokens_field: max_tokens"),
         (400, "my_seed is not seeds", {}, "with leave_out some of seed, temperature, top_p"),
         (400, "", {}, "status 400: no reason given. Change this checkpoint's section"),
+        (401, "who is it?", {}, "without a key"),
     ],
 )
-def test_a_refusal_says_which_key_leaves_a_field_out(
+def test_a_refusal_says_which_key_leaves_a_field_out_and_is_not_tried_again(
     serving: Any, tmp_path: Path, status: int, reply: str, more: dict[str, Any], words: str
 ) -> None:
     server = serving(lambda *_: (status, {}, reply.encode()))
     with pytest.raises(UserError, match=words):
         ask_once(tmp_path / "k.jsonl", server, **more)
+    assert len(server.asked) == 1
 
 
 def test_what_is_left_out_is_not_sent_and_each_seed_has_its_reply(serving: Any, tmp_path: Path) -> None:
