@@ -546,7 +546,7 @@ HARMED = {  # how an answer is read -> what the check says
     "eval(action)": "it executed the text of an answer",
     "len(action.split('||')[1])": "it raised IndexError: list index out of range (careless.py, line",
     "__import__('os')._exit(3) if '((((' in action else 0": "ended its process with exit code 3",
-    "__import__('time').sleep(60) if '[[[' in action else 0": "was not read within 3 seconds",
+    "__import__('signal').pause() if '[[[' in action else 0": "was not read within 3 seconds",
     "setattr(self, 'left', 0)": "it succeeded",
 }
 CARELESS = """
