@@ -131,10 +131,13 @@ def test_sixty_four_sessions_at_once_keep_apart(lake: str) -> None:
 def test_the_adapter_is_registered_once_by_whoever_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(kind: type[base.TextEnv]) -> None:
         registered.append(kind.name)
-        time.sleep(0.1)
+        if len(registered) > 1:
+            twice.set()
+        twice.wait(0.1)  # for as many as may come in between
         envs._ENVS[kind.name] = kind
 
     registered: list[str] = []
+    twice = threading.Event()
     monkeypatch.setattr(envs, "_ENVS", {})
     monkeypatch.setattr(envs, "register", slowly)
     with ThreadPoolExecutor(16) as pool:
@@ -192,12 +195,13 @@ def test_levels_are_the_tasks_of_their_split(lake: str) -> None:
 
 def test_a_client_that_vanishes_is_no_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[logging.LogRecord] = []
-    asked_for, gone = threading.Event(), threading.Event()
+    asked_for, gone, told = threading.Event(), threading.Event(), threading.Event()
     reset = openenv_server.Served.reset
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             errors.append(record)
+            told.set()
 
     def answer_too_late(*arguments: Any, **options: Any) -> Any:
         asked_for.set()
@@ -220,8 +224,7 @@ def test_a_client_that_vanishes_is_no_error_of_the_server(monkeypatch: pytest.Mo
             gone.clear()
             asyncio.run(vanish(url.replace("http", "ws") + "/ws"))
             gone.set()
-            time.sleep(0.5)
-            if errors:
+            if told.wait(0.5):
                 break
         logging.getLogger("uvicorn.error").removeHandler(handler)
     assert errors and all(map(openenv_server.vanished, errors))

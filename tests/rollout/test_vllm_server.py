@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from test_sampler import check_logprobs, conversation, serve
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from waiting import wait_until
 
 from posttrain.models.chat import Chat
 from posttrain.rollout.engine import open_servers
@@ -384,8 +384,7 @@ def test_a_server_that_was_started_again_writes_nothing_before_it_has_the_weight
             begun(turns)
 
         def rescue() -> None:  # as the thread does that learns
-            while sampler.servers.live:
-                time.sleep(0.01)
+            wait_until(lambda: not sampler.servers.live, 60)
             servers.append(StandIn(llama(seed=3), tiny_chat, port=servers[0].server_port))
             servers[1].hanging = {"/pause?mode=wait"}  # the first request of an update
             threading.Timer(0.5, servers[1].released.set).start()
