@@ -956,6 +956,8 @@ def test_crashed_and_failed_episodes_are_counted_apart() -> None:
     assert measured["failures"] == {"hole": 1} and measured["crashed"] == 1
     assert measured["invalid_turns"] == 0.5 and measured["return"] == 0.25
     assert (measured["low"], measured["high"]) == metrics.wilson(0.5, 2)  # levels, not episodes
-    before = [row | {"suite": "envs"} for row in rows]
+    before = [row | {"suite": "envs", "failed": False, "source": "", "part": "", "setting": ""} for row in rows]
     after = [row | {"success": True} for row in before]
-    assert figures._values("success", before, after) == ([0.0, 1.0], [1.0, 1.0])
+    cfg: Any = SimpleNamespace(seed=0, bootstrap_samples=100)
+    (found,) = [each for each in figures.compare(cfg, {"a": before, "b": after}) if each["metric"] == "success"]
+    assert (found["before"], found["after"], found["n"]) == (0.5, 1.0, 2)

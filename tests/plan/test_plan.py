@@ -84,18 +84,18 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, before: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in before}
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in before}
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
                 self.made(tensor.untyped_storage())
         return out
 
     def made(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage.data_ptr(), storage.nbytes()
 
         def gone() -> None:
             self.known.discard(key)
@@ -209,7 +209,7 @@ def test_activations(kind: str, bf16: bool, checkpointing: bool) -> None:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[:1] and tensor.shape[0] in of_tokens:
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), learner.autocast():

@@ -277,7 +277,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
     small += ["envs=[frozen_lake]", "evaluation={every: 2, episodes: 2}", "algorithm.minibatches=2"]
     cfg = resolve(StarPORun, target.CONFIG, [*small, "trainer.max_steps=6", "trainer.warmup_steps=3"])
     chat, rates, clock = measure.words(512), [], [0.0]
-    honest, score = target._measure.grpo_trainer, target.phase3.score_and_filter
+    honest, score = measure.grpo_trainer, target.phase3.score_and_filter
 
     def trainer(*given, optimizers, **more):
         def stepped(optimizer, *_):
@@ -295,7 +295,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
         clock[0] += 100
         return SimpleNamespace(metrics={"evaluation/success": 0.1 * len(race.curve)})
 
-    monkeypatch.setattr(target._measure, "grpo_trainer", trainer)
+    monkeypatch.setattr(measure, "grpo_trainer", trainer)
     monkeypatch.setattr(target.phase3, "score_and_filter", scored)
     monkeypatch.setattr(target.phase3, "evaluate", evaluate)
     now = SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: clock[0])

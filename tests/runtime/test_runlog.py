@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import itertools
 import json
@@ -182,14 +183,17 @@ def test_memory_of_a_gpu_can_grow_unless_the_user_says_otherwise(
 
 
 STOPS = """
-import os, signal, sys, time
+import fcntl, os, signal, sys
 from posttrain.runtime import runlog
+seen, told = os.pipe()
+os.set_blocking(told, False)
+signal.set_wakeup_fd(told)
 with runlog.StopSignals() as stop:
-    if os.environ["RANK"] == "0":
-        print("ready", flush=True)
+    print("ready", flush=True)
     while not stop.requested:
-        time.sleep(0.01)
-    time.sleep(0.5)
+        os.read(seen, 1)
+    print("stopping", flush=True)
+    fcntl.flock(open(os.environ["LOCK"]), fcntl.LOCK_SH)  # as long as a checkpoint takes
     stop.leave()
 """
 
@@ -198,16 +202,21 @@ def launched(tmp_path: Path, program: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(program)
     command = [sys.executable, "-m", "posttrain.runtime.parallel", "--standalone", "--nproc_per_node", "2", str(script)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LOCK": str(tmp_path / "lock")}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.thorough
 def test_the_launcher_ends_as_its_processes_do(tmp_path: Path) -> None:
     """143 after SIGTERM, once they have written their checkpoint, and 2 for a mistake of the user's."""
-    process = launched(tmp_path, STOPS)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = launched(tmp_path, STOPS)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(signal.SIGTERM)
+        assert [process.stdout.readline() for _ in range(2)] == ["stopping\n"] * 2
+        assert process.poll() is None
     assert process.wait(timeout=120) == 143
     assert launched(tmp_path, "import sys; sys.exit(2)").wait(timeout=120) == 2
 

@@ -21,12 +21,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from rich.console import Console
 from tiny_runs import ROOT, tiny_base
 from transformers import PreTrainedTokenizerFast
+from waiting import wait_until
 
 import envs
 import inference_with_improved_settings as script
@@ -775,7 +777,6 @@ def test_in_a_terminal(folder: Path) -> None:
         heard.until("endless> ")
         heard.more(200)
         os.write(ours, b"/preset\n")  # typed ahead: Ctrl-C does not drop it
-        time.sleep(0.2)
         os.write(ours, b"\x03")
         heard.until("tokens, ")  # and how many of them a second
         heard.until(" a second]")
@@ -796,13 +797,13 @@ def test_in_a_terminal(folder: Path) -> None:
         heard.until("you> ")
         os.write(ours, b"half a line\x02")  # Ctrl-B: one character back, which readline alone answers with a backspace
         heard.until("half a line\b")
-        time.sleep(0.5)  # a signal is heard once readline waits for the next key
+        wait_until(waits_for_a_key(started))  # a signal is heard once readline waits for the next key
         os.write(ours, b"\x03")
         heard.until("you> ")
         os.write(ours, f"/save {saved.with_name('whole.jsonl')}\n".encode())
         heard.until("2 turns written")  # nothing of the half line is left, and nothing is lost
         heard.until("you> ")
-        time.sleep(0.5)
+        wait_until(waits_for_a_key(started))
         os.write(ours, b"\x03")
         heard.until("interrupted")
         assert started.wait(timeout=120) == 130
@@ -818,6 +819,18 @@ def _take(terminal: int) -> None:
 
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would their children
+
+
+def waits_for_a_key(program: Any) -> Callable[[], bool]:
+    """Return what tells whether the main thread of a program has slept since the last look."""
+    looks: list[tuple[str, int]] = []
+
+    def look() -> bool:
+        process = psutil.Process(program.pid)
+        looks.append((process.status(), process.num_ctx_switches().voluntary))
+        return looks[-2:] == [(psutil.STATUS_SLEEPING, looks[-1][1])] * 2
+
+    return look
 
 
 class Listener:

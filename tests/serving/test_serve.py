@@ -429,15 +429,20 @@ def test_what_else_stands_in_a_message_changes_nothing(client: openai.OpenAI, fi
 def test_nothing_is_computed_for_a_client_that_has_gone(final: Path, stream: bool) -> None:
     model, chat = loaded(final)
     asked = {"messages": QUESTION, "max_tokens": 1500, "logit_bias": {str(chat.stop_id): -100}, "stream": stream}
-    calls, sent = [], []
-    model.register_forward_hook(lambda *_: calls.append(None))
+    calls, sent, enough = [], [], threading.Event()
+
+    def count(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            enough.set()
+
+    model.register_forward_hook(count)
 
     async def receive() -> dict[str, Any]:
         if not sent:
             sent.append("body")
             return {"type": "http.request", "body": json.dumps(asked).encode()}
-        while len(calls) < 3:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(enough.wait, 60)
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
