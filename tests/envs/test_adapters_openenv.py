@@ -452,7 +452,7 @@ def test_a_server_that_hangs_or_dies_costs_its_episodes_and_nothing_else(
 ) -> None:
     server = command()
     env = envs.make("openenv", url=server.url, timeout=2.0)
-    assert env.rules().count("5 x 5") == 1
+    assert env.rules().count("frozen lake") == 1
     protocol = Protocol.of(env, max_turns=4)
 
     def begin(count: int) -> list[Any]:
