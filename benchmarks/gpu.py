@@ -2,7 +2,7 @@
 
 One process, since each new one costs tens of seconds of imports; one JSON line for each measurement, as it is made.
 The block stops taking up new measurements when its time is up.
-    python benchmarks/gpu.py [--seconds 420] [--parts decode train profile compiled] [--json FILE]
+    python benchmarks/gpu.py [--seconds 420] [--parts decode train profile] [--json FILE]
 Without CUDA the same code runs with two layers and few rows: a smoke test, whose figures mean nothing.
 """
 
@@ -30,8 +30,7 @@ from posttrain.config.shared import ModelSection
 from posttrain.models import convgpt
 from posttrain.plan import seconds as roofline
 from posttrain.plan.known_models import PUBLISHED
-from posttrain.rollout.engines import compiled
-from posttrain.rollout.engines.compiled import CompiledSampler
+from posttrain.rollout.engines.graphs import CudaRecorder, GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.runtime import hardware
 from posttrain.runtime.compat import chunked_logprobs
@@ -222,63 +221,64 @@ def _trained(shape: plan.Shape, model: Any, rows: int, tokens: int, peak: float)
     }
 
 
-def decode(report: Report, bandwidth: float, name: str, ways: list[str]) -> None:
-    """Milliseconds a step of so many rows: eager, a CUDA graph of the eager step, a graph of the compiled step."""
-    model = model_of(name).eval()
-    shape = plan.Shape.of(model.config, ModelSection(name_or_path="x"))
-    captures: list[float] = []
-    recorded, eager = compiled._recorded, compiled._step
+class TimedRecorder:
+    """Records CUDA graphs, or on a CPU nothing, and notes the seconds of each."""
 
-    def timed_capture(step: Any) -> Any:
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._recorder = CudaRecorder() if CUDA else None
+
+    def record(self, step: Callable[[], object]) -> Callable[[], object]:
         synchronize()
         start = time.perf_counter()
-        made = recorded(step)
+        replay = step if self._recorder is None else self._recorder.record(step)
         synchronize()
-        captures.append(time.perf_counter() - start)
-        return made
+        self.seconds.append(time.perf_counter() - start)
+        return replay
 
+
+def decode(report: Report, bandwidth: float, name: str) -> None:
+    """Milliseconds a step of so many rows: launched from Python, and as a CUDA graph."""
+    model = model_of(name).eval()
+    shape = plan.Shape.of(model.config, ModelSection(name_or_path="x"))
     for rows, positions in DECODING[name]:
-        for way in ways:
+        for way in ("eager", "graph"):
             if report.over():
                 return
-            engine = SlotSampler if way == "eager" else CompiledSampler
-            step = (lambda: eager) if way == "graph" else compiled._compiled
             what = {"what": "decode", "model": name, "rows": rows, "positions": positions, "way": way}
             try:
-                with patch.object(compiled, "_recorded", timed_capture), patch.object(compiled, "_compiled", step):
-                    report.add(**what, **_decoded(shape, model, engine, rows, positions, bandwidth, captures))
+                report.add(**what, **_decoded(shape, model, way == "graph", rows, positions, bandwidth))
             except Exception as error:
                 report.add(**what, error=one_line(error)[:300])
 
 
 def _decoded(
-    shape: plan.Shape, model: Any, engine: Any, rows: int, positions: int, bandwidth: float, captures: list[float]
+    shape: plan.Shape, model: Any, recorded: bool, rows: int, positions: int, bandwidth: float
 ) -> dict[str, Any]:
     if CUDA:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     prompts = [[5 + (row * 7 + i) % 900 for i in range(positions - NEW_TOKENS // 2)] for row in range(rows)]
+    recorder = TimedRecorder()
+    given = (model, [shape.vocabulary], 0, positions + NEW_TOKENS)
+    sampler = GraphSampler(*given, recorder) if recorded else SlotSampler(*given)
 
     def play(tokens: int) -> None:
-        sampler = engine(model, [shape.vocabulary], 0, positions + NEW_TOKENS)
         handles = sampler.open(prompts)
         sampler.sample(handles, SamplingParams(tokens), range(rows))
         sampler.close(handles)
 
-    captures.clear()
     with torch.autocast(KIND, torch.bfloat16), torch.no_grad():
         start = time.perf_counter()
         play(NEW_TOKENS)
         synchronize()
         first = time.perf_counter() - start
-        made, spent = len(captures), sum(captures)
-        captures.clear()
+        made, spent = len(recorder.seconds), sum(recorder.seconds)
         seconds = seconds_of(lambda: play(NEW_TOKENS), 0, 3)
-        again = sum(captures) / 3  # each rollout records its own graphs
-        step = (seconds - again - seconds_of(lambda: play(1), 1, 3)) / (NEW_TOKENS - 1)
+        step = (seconds - seconds_of(lambda: play(1), 1, 3)) / (NEW_TOKENS - 1)
     reads = 2 * (shape.blocks + shape.top + rows * positions * shape.cache)
     return {
-        "ms_a_step": step * 1e3,  # without what recording takes
+        "ms_a_step": step * 1e3,
         "tokens_per_s": rows / step,
         "bandwidth": reads / step / bandwidth,  # share of what a copy reaches
         "first_s": first,
@@ -322,9 +322,8 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = _measure.parser(__doc__, repeats=False)
     parser.add_argument("--seconds", type=float, default=420.0, help="no measurement begins after so many")
-    parser.add_argument(
-        "--parts", nargs="+", default=["decode", "train", "profile", "compiled"], help="in this order, riskiest last"
-    )
+    parts = ["decode", "train", "profile"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="in this order")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     given = parser.parse_args()
     report = Report(given.seconds)
@@ -337,7 +336,7 @@ def main() -> None:
             if part == "train":
                 train(report, peak, name)
             else:
-                decode(report, bandwidth, name, ["eager", "graph"] if part == "decode" else ["compiled"])
+                decode(report, bandwidth, name)
     results = _measure.surroundings(KIND) | {"GB_s": bandwidth / 1e9, "TFLOP_s": peak / 1e12, "rows": report.rows}
     _measure.publish(results, markdown(results), given.json)
 

@@ -34,7 +34,7 @@ from _measure import PAD, SHAPES
 
 from posttrain.models.chat import Chat
 from posttrain.rollout.engines.base import Sampler, TurnRequest
-from posttrain.rollout.engines.compiled import CompiledSampler
+from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.rollout.engines.replay import ReplaySampler
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.rollout.engines.vllm import VLLMSampler
@@ -156,7 +156,7 @@ SAMPLERS: dict[str, type[SlotSampler | ReplaySampler]] = {
     "generate": GenerateSampler,
     "replay": ReplaySampler,
     "continuous-batching": ContinuousSampler,
-    "compiled": CompiledSampler,
+    "graphs": GraphSampler,
 }
 
 
@@ -378,12 +378,12 @@ def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     engines = [
-        *(name for name in SAMPLERS if name != "compiled"),
+        *(name for name in SAMPLERS if name != "graphs"),
         "trl-environment",
         "trl-rollout-func",
         *["vllm"] * (find_spec("vllm") is not None),
     ]
-    choices, only = [*engines, "compiled"], "`slots` always plays, `compiled` only if it is named"
+    choices, only = [*engines, "graphs"], "`slots` always plays, `graphs` (on a GPU) only if it is named"
     parser.add_argument("--engines", nargs="+", choices=choices, default=engines, help=only)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is timed in bfloat16")
     parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10, 20], help="2 or more each")
@@ -423,8 +423,6 @@ def main() -> None:
                 said = script(given.conversations, turns)
                 made = contestants(model, chat, said, given.new_tokens, given.engines, stop)
                 inside, work = cast(Inside, made["slots"]), {}
-                if "compiled" in made:  # compiling is no part of a rollout, recording CUDA graphs is
-                    made["compiled"](params)
                 seconds = _measure.alternating(
                     {name: partial(once, made, name, params, work) for name in made}, given.repeats
                 )

@@ -97,8 +97,8 @@ def of_many(count: int) -> Costs:
     (one,) = fleets(DEVICE)
     fleet = Fleet(one.device, hosts=-(-count // OF_A_HOST), each=min(count, OF_A_HOST))
     cost, many = Cost(shape, Numbers.of(cfg), fleet), 256
-    # one graph for a whole step (vLLM, or rollout.compile): launched from Python, a small model waits for its launches
-    one_row, rows, seen = (cost.decodes(1, *each, compiled=True) for each in ((1, 0), (many, 0), (many, 1000)))
+    # one graph for a whole step (vLLM, or CUDA graphs): launched from Python, a small model waits for its launches
+    one_row, rows, seen = (cost.decodes(1, *each) for each in ((1, 0), (many, 0), (many, 1000)))
     length = READ[0] + MOST_TURNS / 2 * (TOKENS + READ[1])
     return Costs(
         step=one_row,

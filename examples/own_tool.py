@@ -2,12 +2,18 @@
 
 Written in a config as `envs: [{name: prompts, tools: [examples.own_tool:calculate], ...}]` (docs/own.md). The model is
 told what types and docstring say. A wrong argument or an exception becomes an error that the model reads.
+
+    python -m examples.own_tool questions.jsonl    # sums that are hard without it, as rows for `prompts`
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import operator
+import random
+import sys
+from pathlib import Path
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -43,3 +49,16 @@ def _value(node: ast.expr) -> float | int:
     if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.operand))
     raise ValueError(f"{ast.unparse(node)} is neither a number nor arithmetic")
+
+
+def write_questions(file: Path, count: int = 2000) -> None:
+    """Write sums and products with their answers as rows for `prompts`: "What is 47 * 38 + 156?"."""
+    rng = random.Random(0)
+    with file.open("w", encoding="utf-8") as rows:
+        for _ in range(count):
+            expression = f"{rng.randint(11, 99)} * {rng.randint(11, 99)} {rng.choice('+-')} {rng.randint(100, 999)}"
+            rows.write(json.dumps({"question": f"What is {expression}?", "answer": calculate(expression)}) + "\n")
+
+
+if __name__ == "__main__":
+    write_questions(Path(sys.argv[1]))

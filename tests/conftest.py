@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,6 +49,17 @@ def packages_look_up_their_names() -> Iterator[None]:
             for own in set(vars(package)) & set(package.__all__):
                 if not isinstance(vars(package)[own], ModuleType):
                     delattr(package, own)
+
+
+@pytest.fixture
+def own_environments() -> Iterator[None]:
+    """The environments that a test registers are forgotten when it ends."""
+    import gymnasium
+
+    import envs
+
+    with patch.dict(envs._ENVS), patch.dict(gymnasium.registry):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,9 @@ import runpy
 import signal
 import socket
 import sys
-import time
+import threading
 import traceback
+from contextlib import suppress
 
 
 def main(count: int, words: list[str]) -> int:
@@ -24,22 +25,24 @@ def main(count: int, words: list[str]) -> int:
     os.environ.update({"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"})
     os.environ.update({"MASTER_PORT": str(port), **dict(word.split("=", 1) for word in settings)})
     children = [start(rank, command) for rank in range(count)]
-    running, code, until = set(children), 0, float("inf")
+    running, code = set(children), 0
+    patience = threading.Timer(float(os.environ.get("PATIENCE", "60")), kill, [running])
     while running:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child:
-            running.discard(child)
-            code = code or os.waitstatus_to_exitcode(status)
-            if code:
-                until = min(until, time.monotonic() + float(os.environ.get("PATIENCE", "60")))
-        elif time.monotonic() > until:
-            for late in running:
-                os.kill(late, signal.SIGKILL)
-            print(f"{len(running)} processes did not end by themselves", file=sys.stderr)
-            until = float("inf")
-        else:
-            time.sleep(0.05)
+        child, status = os.wait()
+        running.discard(child)
+        code = code or os.waitstatus_to_exitcode(status)
+        if code and patience.ident is None:
+            patience.start()
+    patience.cancel()
     return code
+
+
+def kill(running: set[int]) -> None:
+    late = list(running)
+    for each in late:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+    print(f"{len(late)} processes did not end by themselves", file=sys.stderr)
 
 
 def start(rank: int, command: list[str]) -> int:

@@ -75,10 +75,10 @@ class RolloutSection(Section):
         " use_vllm), vllm_server is `vllm serve` at the addresses in `servers`",
         "auto",
     )
-    compile: bool = Field(
-        "the slot engine decodes with a compiled step (torch.compile; on a GPU CUDA graphs replay it; verl's"
-        " enforce_eager=False); compiling takes seconds to minutes at the beginning of a run",
-        False,
+    cuda_graphs: bool | None = Field(
+        "on a GPU the slot engine replays its decoding steps as CUDA graphs (verl's enforce_eager=False), and keeps the"
+        " memory of the KV cache during updates; null does so where both fit",
+        None,
     )
     servers: list[str] = Field(
         "engine vllm_server: addresses, each with http:// and its port (TRL's vllm_server_base_url)", []
@@ -101,8 +101,6 @@ class RolloutSection(Section):
             raise wrong(f"groups times num_generations is {episodes} episodes in a step: at most {2**20}")
         if self.refill and self.max_staleness:
             raise wrong("`rollout.refill` looks at a step's rewards before it plays more: leave out `max_staleness`")
-        if self.compile and self.engine not in ("auto", "slots"):
-            raise wrong("`rollout.compile` is for the slot engine in this process alone: write `rollout.engine: auto`")
         if self.max_completion_length >= self.max_context:
             raise wrong("max_completion_length (one turn) must be smaller than max_context (all of its context)")
         return self

@@ -31,6 +31,10 @@ def lower_words(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
+def _ngrams(words: list[str]) -> Iterable[tuple[str, ...]]:
+    return zip(*(words[i:] for i in range(N)), strict=False)
+
+
 class EvaluationQuestions:
     """The questions that no training row may contain; `notes` name their sets, and those that could not be loaded."""
 
@@ -40,14 +44,13 @@ class EvaluationQuestions:
         self._short: set[tuple[str, ...]] = set()
 
     def add(self, name: str, questions: Iterable[str]) -> None:
-        """Add one evaluation set."""
         count = 0
         for question in questions:
             its_words = lower_words(question)
             if len(its_words) < N:
                 self._short.add(tuple(its_words))
             else:
-                self._ngrams.update(zip(*(its_words[i:] for i in range(N)), strict=False))
+                self._ngrams.update(_ngrams(its_words))
             count += 1
         self.notes.append(f"Checked against {count:,} questions of {name}.")
 
@@ -56,7 +59,7 @@ class EvaluationQuestions:
         for messages in row.dialogues:
             for message in messages:
                 its_words = lower_words(message["content"])
-                if not self._ngrams.isdisjoint(zip(*(its_words[i:] for i in range(N)), strict=False)):
+                if not self._ngrams.isdisjoint(_ngrams(its_words)):
                     return True
                 if message["role"] == "user" and len(its_words) < N and tuple(its_words) in self._short:
                     return True

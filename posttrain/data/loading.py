@@ -72,20 +72,12 @@ class PromptQuestion(NamedTuple):
 
 
 def load_sft(data: DataSection, chat: Chat) -> TokenData:
-    """Return conversations for phase 1, and print the table.
-
-    Raises:
-        UserError: nothing would be trained.
-    """
+    """Return conversations for phase 1, and print the table; UserError if nothing would be trained."""
     return _load(data, chat, encode_dialogues, SFT_COLUMNS)
 
 
 def load_preferences(data: DataSection, chat: Chat) -> TokenData:
-    """Return pairs for phase 2, and print the table.
-
-    Raises:
-        UserError: nothing would be trained.
-    """
+    """Return pairs for phase 2, and print the table; UserError if nothing would be trained."""
     train, evaluation, table = _load(data, chat, encode_pairs, PREFERENCE_COLUMNS)
     if data.flip_labels:
         pairs = zip(train["chosen_ids"], train["rejected_ids"], strict=True)
@@ -110,11 +102,7 @@ def load_prompts(data: DataSection, chat: Chat) -> TokenData:
 
 
 def load_questions(data: DataSection, chat: Chat) -> tuple[list[PromptQuestion], FilterTable]:
-    """Return prompts as messages, with known answers, and print the table.
-
-    Raises:
-        UserError: no prompt is left.
-    """
+    """Return prompts as messages, with known answers, and print the table; UserError if no prompt is left."""
     known = _evaluation_questions(data, "sources", "decontaminate")
     table = FilterTable(notes=known.notes, title="Prompts", trained="answers to come")
     questions: list[PromptQuestion] = []

@@ -30,17 +30,13 @@ def prepare(
     away. TRL stores what it computes from the rows in the same folder, above all reference log-probs; `seal_rows` adds
     their checksums. Every process calls this; `load` divides the sources among them.
 
-    Args:
-        folder: where the rows are kept.
-        cfg: SFTRun or DPORun.
-        chat: the model's chat.
-        args: SFTConfig or DPOConfig. Under `group_by_length` the rows are kept in the order in which the first epoch
-            reads them, so that passes of the reference, in the same order, have little padding as well.
-        load: `load_sft` or `load_preferences`.
-        resume: whether this is a resumed run.
+    Under `group_by_length` the rows are kept in the order in which the first epoch reads them, so that passes of the
+    reference, in the same order, have little padding as well. Empty parts are left out of {"train": ..., "eval": ...}.
 
-    Returns:
-        {"train": ..., "eval": ...} without empty parts.
+    Args:
+        cfg: SFTRun or DPORun.
+        args: SFTConfig or DPOConfig.
+        load: `load_sft` or `load_preferences`.
     """
     made_with = _made_with(cfg, chat)
     reusable = resume and runlog.is_main_process() and _still_whole(folder, made_with)
@@ -108,7 +104,7 @@ def _made_with(cfg: Any, chat: Chat) -> str:
 
 
 def length_pools(lengths: Sequence[int], args: Any, epoch: int) -> list[int]:
-    """Return the rows of an epoch in an order whose consecutive batches hold rows of similar length.
+    """Return the indices of rows in the order of an epoch, whose consecutive batches hold rows of similar length.
 
     It sorts the random rows of a few batches (a pool) by length, cuts them into batches, and shuffles all batches.
     Lengths of mixed data differ by ten times, so random batches are half padding.
@@ -117,9 +113,6 @@ def length_pools(lengths: Sequence[int], args: Any, epoch: int) -> list[int]:
         lengths: tokens of each row.
         args: SFTConfig or DPOConfig.
         epoch: number of the epoch, from 0.
-
-    Returns:
-        Indices of rows.
     """
     size = args.per_device_train_batch_size
     pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import EvaluateRun
+from posttrain.evaluation.store import ROWS
 from posttrain.evaluation.tasks import Task
 from posttrain.types import Record
 
@@ -40,13 +41,7 @@ def replies_file(cfg: EvaluateRun, name: str, task: Task) -> Path:
     Its name depends on server, model and task and not on the checkpoint's name, which may change.
     """
     facts = [task.suite, task.source, task.part, task.setting]
-    return _folder(cfg) / f"replies-{_who(cfg, name)}-{_digest(facts)}.jsonl"
-
-
-def _folder(cfg: EvaluateRun) -> Path:
-    from posttrain.evaluation.store import ROWS
-
-    return Path(cfg.output_dir) / ROWS
+    return Path(cfg.output_dir) / ROWS / f"replies-{_who(cfg, name)}-{_digest(facts)}.jsonl"
 
 
 def _who(cfg: EvaluateRun, name: str) -> str:
@@ -69,8 +64,9 @@ def endpoint_costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]
     from posttrain.evaluation.endpoint import spent
 
     costs: dict[str, Record] = {}
+    kept = Path(cfg.output_dir) / ROWS
     for name, endpoint in cfg.endpoints.items():
-        files = [spent(file) for file in sorted(_folder(cfg).glob(f"replies-{_who(cfg, name)}-*.jsonl"))]
+        files = [spent(file) for file in sorted(kept.glob(f"replies-{_who(cfg, name)}-*.jsonl"))]
         replies, prompt, answers, unknown = (sum(column) for column in zip(*files, strict=True)) if files else (0,) * 4
         one: Record = {"replies": replies, "prompt_tokens": prompt, "completion_tokens": answers, "cost": None}
         one["replies_without_tokens"] = unknown

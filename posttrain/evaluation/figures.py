@@ -38,14 +38,13 @@ def summarise(cfg: EvaluateRun, rows: list[Record], by_checkpoint: dict[str, lis
         by_suite.setdefault(row["suite"], {}).setdefault((row["setting"], row["part"]), []).append(row)
     summary: dict[str, Any] = {}
     for suite, by_part in by_suite.items():
-        settings: dict[str, Any] = {}
+        settings: dict[str, dict[str, list[Record]]] = {}
         for (setting, part), part_rows in by_part.items():
             settings.setdefault(setting, {})[part] = part_rows
         if suite == "envs":
-            parts = {part for _, part in by_part}
             summary[suite] = {
                 env: _with_settings(cfg, suite, {s: env_figures(by[env]) for s, by in settings.items()})
-                for env in sorted(parts, key=[part for _, part in by_part].index)
+                for env in dict.fromkeys(part for _, part in by_part)
             }
         elif suite == "math":  # by source: different sources are never counted together
             sources: dict[str, dict[str, dict[str, list[Record]]]] = {}
@@ -71,10 +70,10 @@ def _with_settings(cfg: EvaluateRun, suite: str, settings: dict[str, Record]) ->
     return settings[chosen] | {"setting": chosen, "settings": settings}
 
 
-def _share(rows: Sequence[Record], metric: str = "accuracy") -> Record:
-    right = sum(bool(row[metric]) for row in rows)
+def _share(rows: Sequence[Record]) -> Record:
+    right = sum(bool(row["accuracy"]) for row in rows)
     low, high = metrics.wilson(right, len(rows))
-    return {metric: right / len(rows), "n": len(rows), "low": low, "high": high}
+    return {"accuracy": right / len(rows), "n": len(rows), "low": low, "high": high}
 
 
 def _answer_figures(rows: Sequence[Record]) -> Record:

@@ -10,7 +10,7 @@ from typing import Any
 from envs.math_judge import MathJudge
 from posttrain.config import EvaluateRun, StarPORun
 from posttrain.evaluation.figures import summarise
-from posttrain.evaluation.scoring import ScoresNotFinite, score_answers, score_pairs
+from posttrain.evaluation.scoring import ScoresNotFinite, counted_tokens, score_answers, score_pairs
 from posttrain.evaluation.tasks import Task, build_tasks
 from posttrain.metrics import paired_difference
 from posttrain.models import Chat
@@ -89,8 +89,7 @@ class FormerTasks:
             task.seeds,
             batch=self.cfg.rollout.conversations,
         )
-        repetition = self.config.suites.repetition
-        return score_answers(task, completions, self.chat, judge, repetition.equal_length if repetition else 0)
+        return score_answers(task, completions, self.chat, judge, counted_tokens(self.config))
 
 
 def as_evaluation(cfg: StarPORun) -> EvaluateRun:

@@ -241,15 +241,13 @@ def entry(name: str, results: dict[str, Any], options: argparse.Namespace) -> Re
     for key, value in figures.items():
         metric, _, filtered = key.partition(",")
         if filtered and not metric.endswith("_stderr"):
-            error = figures.get(f"{metric}_stderr,{filtered}")
-            measured = {
+            metrics.append({
                 "metric": metric,
                 "filter": filtered,
                 "value": finite_or_none(value),
-                "stderr": finite_or_none(error),
-            }
-            better = results["higher_is_better"].get(name, {}).get(metric)
-            metrics.append(measured | {"higher_is_better": better})
+                "stderr": finite_or_none(figures.get(f"{metric}_stderr,{filtered}")),
+                "higher_is_better": results["higher_is_better"].get(name, {}).get(metric),
+            })  # fmt: skip
     return {
         "version": results["versions"][name],
         "part_of": groups[0] if groups else None,
@@ -354,14 +352,12 @@ def name_of(model: str, digest: str, evaluated: dict[str, str], benchmarks: dict
 
 
 def write_samples(file: Path, rows: Sequence[Record]) -> None:
-    """Write questions and answers, a line for each item."""
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = [{key: row[key] for key in (*KEPT, *row["metrics"])} for row in rows]
     write_whole(file, (f"{json.dumps(row, default=str)}\n" for row in kept))
 
 
 def print_figures(name: str, entries: dict[str, Record]) -> None:
-    """Print the figures."""
     from posttrain.report import benchmark_rows
 
     for row in benchmark_rows({"benchmarks": {name: {"tasks": entries}}}):

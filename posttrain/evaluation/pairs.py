@@ -78,11 +78,9 @@ class OwnAnswer:
     @property
     def sentences(self) -> str:
         """Return the text; of an unfinished answer only the whole sentences."""
-        return (
-            self.text
-            if self.finished
-            else self.text[: max((m.end() for m in SENTENCE_END.finditer(self.text)), default=0)]
-        )
+        if self.finished:
+            return self.text
+        return self.text[: max((match.end() for match in SENTENCE_END.finditer(self.text)), default=0)]
 
     @property
     def score(self) -> float:
@@ -152,14 +150,9 @@ def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
 
 
 def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[PromptQuestion]:
-    """Return the prompts in the file of a run.
+    """Return the prompts in the file of a run; UserError if the file is damaged.
 
-    Args:
-        vocabulary: number of token ids of the model, which those of the prompts must be below.
-        longest: the most tokens of a prompt.
-
-    Raises:
-        UserError: the file is damaged.
+    vocabulary: number of token ids of the model. longest: the most tokens of a prompt.
     """
     from posttrain.data import PromptQuestion
 
@@ -179,11 +172,7 @@ def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[PromptQ
 
 
 def kept_answers(file: Path, questions: Sequence[PromptQuestion], per_prompt: int) -> list[OwnAnswer]:
-    """Return the answers in the file of a run, each to one of these prompts.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the answers in the file of a run, each to one of these prompts; UserError if the file is damaged."""
 
     def find_problem(answer: OwnAnswer) -> str | None:
         if not 0 <= answer.prompt < len(questions):

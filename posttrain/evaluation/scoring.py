@@ -7,7 +7,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -34,28 +34,18 @@ WITHOUT_BLANKS = re.compile(  # Thai to Tibetan, Burmese, Khmer, kana, ideograph
 Tick = Callable[[int], None]  # progress callback: gets the number of rows that were finished since the last call
 
 
-def _judge() -> MathJudge:
-    from envs.math_judge import MathJudge
-
-    return MathJudge()
-
-
 @dataclass
 class Loaded:
     """The model that a process holds; a process holds one at a time."""
 
+    judge: MathJudge
+    processes: int = 1  # number of processes that share the memory of this machine
     key: tuple[str, str] = ("", "")
     model: PreTrainedModel | None = None
     chat: Chat | None = None
-    processes: int = 1  # number of processes that share the memory of this machine
-    judge: MathJudge = field(default_factory=_judge)
 
     def get(self, section: ModelSection, device: str, template: str | None) -> tuple[PreTrainedModel, Chat]:
-        """Return the model of a section, in its dtype, and its chat.
-
-        Raises:
-            UserError: a weight is NaN or infinite.
-        """
+        """Return the model of a section, in its dtype, and its chat; UserError if a weight is NaN or infinite."""
         import torch
 
         from posttrain import models
@@ -78,11 +68,7 @@ def section(cfg: EvaluateRun, name: str) -> ModelSection:
 
 
 def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded) -> list[Record]:
-    """Return a checkpoint's rows of one task.
-
-    Raises:
-        ScoresNotFinite: a log-prob is NaN or infinite.
-    """
+    """Return a checkpoint's rows of one task; ScoresNotFinite if a log-prob is NaN or infinite."""
     import torch
 
     from posttrain.rollout import open_sampler
@@ -130,7 +116,7 @@ def ask_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, judge: MathJud
         futures = [
             client.begin(item["messages"], params, seed) for item, seed in zip(task.items, task.seeds, strict=True)
         ]
-        rows, equal_length = [], cfg.suites.repetition.equal_length if cfg.suites.repetition else 0
+        rows, equal_length = [], counted_tokens(cfg)
         for item, reply in zip(task.items, (future.result() for future in futures), strict=True):
             tick(1)
             ids = chat.content_ids(reply.text) if chat and task.suite == "repetition" else []
@@ -160,7 +146,6 @@ class ScoresNotFinite(ValueError):
 
 
 def check_finite(logprobs: Iterable[float]) -> None:
-    """Raise ScoresNotFinite where a log-prob is NaN or infinite."""
     if not all(map(math.isfinite, logprobs)):
         raise ScoresNotFinite("a log-prob is NaN or infinite")
 
@@ -176,21 +161,18 @@ def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, 
     batch = answers_at_once(cfg, section, loaded, longest, params.max_new_tokens)
     sampler = open_sampler(model, chat, max_context=longest)
     completions = complete(sampler, prompts, params, task.seeds, batch=batch, done=tick)
-    equal_length = cfg.suites.repetition.equal_length if cfg.suites.repetition else 0
-    return score_answers(task, completions, chat, loaded.judge, equal_length)
+    return score_answers(task, completions, chat, loaded.judge, counted_tokens(cfg))
+
+
+def counted_tokens(cfg: EvaluateRun) -> int:
+    """Return how many tokens of each answer count for `seq_rep_4_first`."""
+    return cfg.suites.repetition.equal_length if cfg.suites.repetition else 0
 
 
 def score_answers(
     task: Task, completions: Sequence[Completion], chat: Chat, judge: MathJudge, equal_length: int
 ) -> list[Record]:
-    """Return a row for each item of a task, with its answer and the scores of its suite.
-
-    Args:
-        equal_length: tokens of each answer that count for `seq_rep_4_first`.
-
-    Raises:
-        ScoresNotFinite: a log-prob is NaN or infinite.
-    """
+    """Return a row for each item of a task, its answer and the scores of its suite."""
     rows = []
     for item, completion in zip(task.items, completions, strict=True):
         check_finite(completion.logprobs)

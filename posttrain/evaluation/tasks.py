@@ -141,11 +141,7 @@ def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
 
 
 def first_levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str, Any]]:
-    """Return the seeds of `held_out_levels` as items.
-
-    Raises:
-        UserError: the environment raised on the first level.
-    """
+    """Return the seeds of `held_out_levels` as items; UserError if the environment raised on the first level."""
     from envs.process_state import keep_process_state
     from posttrain.rollout import open_env
 
@@ -213,7 +209,6 @@ def env_error(env: str, problem: BaseException) -> UserError:
 
 
 def env_section(cfg: EvaluateRun, title: str) -> EnvSection:
-    """Return the environment of `suites.envs` with this title."""
     assert cfg.suites.envs is not None
     return next(env for env in cfg.suites.envs.envs if env.title == title)
 
@@ -239,10 +234,8 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
             rows = hub_rows(source, "math.sources")
             parts.append((source, source, [row | {"question": row["problem"]} for row in rows]))
         else:
-            rows, stem = (
-                evaluation_rows(source, "questions", "suites.math.sources", most_items(suite)),
-                Path(source).stem,
-            )
+            rows = evaluation_rows(source, "questions", "suites.math.sources", most_items(suite))
+            stem = Path(source).stem
             unique = stems.count(stem) == 1 and stem not in ("unseen_questions", "unseen_operands")
             name = stem if unique else source
             parts.append((name, name, rows))
@@ -257,9 +250,7 @@ def gsm8k_held_out(source: str, most: int) -> list[dict[str, Any]]:
     from posttrain.data import evaluation_rows, final, is_held_out
 
     name, from_file, file = source.partition("=")
-    rows = (
-        evaluation_rows(file, "questions", "suites.math.sources", None) if from_file else hub_rows(name, "math.sources")
-    )
+    rows = evaluation_rows(file, "questions", "suites.math.sources") if from_file else hub_rows(name, "math.sources")
     problems = [
         {"question": row["question"], "answer": final(row["answer"])} for row in rows if is_held_out(row["question"])
     ]

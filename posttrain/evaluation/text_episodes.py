@@ -60,15 +60,19 @@ class TextChat:
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the ids of a conversation, as many as `Chat.prompt` gives."""
         total = self._counted(lambda chat: chat.prompt(messages, tools), messages, tools)
-        ids = [number for m in messages for number in self.numbered({"role": m["role"], "content": m["content"]}, 1)]
+        ids = self._all_numbered(messages, total)
         if tools:
             self._tools[ids[0]] = [_sent_schema(tool) for tool in tools]
-        return ids + ids[-1:] * (total - len(ids))
+        return ids
 
     def extend(self, said: str | Sequence[Message], *, finished: bool = True, tools: Tools | None = None) -> list[int]:
         """Return the ids of a user message, or of results, as many as `Chat.extend` gives."""
         messages: Sequence[Message] = [{"role": "user", "content": said}] if isinstance(said, str) else said
         tokens = self._counted(lambda chat: chat.extend(said, finished=finished, tools=tools), messages, None)
+        return self._all_numbered(messages, tokens)
+
+    def _all_numbered(self, messages: Sequence[Message], tokens: int) -> list[int]:
+        """Add messages, and return their numbers, the last one repeated for all further tokens."""
         ids = [number for m in messages for number in self.numbered({"role": m["role"], "content": m["content"]}, 1)]
         return ids + ids[-1:] * (tokens - len(ids))
 

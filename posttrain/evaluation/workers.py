@@ -27,6 +27,7 @@ from posttrain.files import keep_standard_streams
 from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
+PRELOADED = ["posttrain.models.loading", "posttrain.rollout.episodes", "posttrain.models.forward"]
 RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Record]]
 
 
@@ -39,11 +40,9 @@ class Measurement:
     run: RunTask
 
     def rows(self, unit: Unit, tick: Tick, loaded: Loaded) -> list[Record]:
-        """Return the rows of a unit."""
         return self.run(self.cfg, unit.checkpoint, self.tasks[unit.number], tick, loaded)
 
     def reason(self, unit: Unit, error: Exception) -> str:
-        """Return why a unit was not measured, in one paragraph."""
         return reason(error, self.tasks[unit.number])
 
 
@@ -56,7 +55,6 @@ class Results:
     tick: Tick
 
     def keep(self, unit: Unit, rows: list[Record]) -> None:
-        """Add the rows of a unit."""
         self.store.write(unit, rows)
         self.outcome.rows[unit] = rows
 
@@ -137,7 +135,7 @@ def in_this_process(units: Sequence[Unit], measurement: Measurement, results: Re
 
     failed = results.outcome.failed
     with MathJudge() as judge:
-        loaded = Loaded(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), judge=judge)
+        loaded = Loaded(judge, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         for unit in units:
             if unit.checkpoint not in failed:
                 try:
@@ -155,13 +153,7 @@ class _Worker:
         # A fork server imports everything once. A process that uses CUDA must not be forked from one that has used it.
         context = multiprocessing.get_context("forkserver" if place is None else "spawn")
         if place is None:
-            context.set_forkserver_preload(
-                [
-                    "posttrain.models.loading.loading",
-                    "posttrain.rollout.episodes.episodes",
-                    "posttrain.models.loading.forward",
-                ]
-            )
+            context.set_forkserver_preload(PRELOADED)
         self.pipe, other_end = context.Pipe()
         self.place, self.unit, self.checkpoint = place, None, ""
         arguments = (other_end, measurement, place, processes)
@@ -172,7 +164,6 @@ class _Worker:
     unit: Unit | None
 
     def take(self, unit: Unit) -> None:
-        """Start a unit."""
         self.unit, self.checkpoint = unit, unit.checkpoint
         with suppress(BrokenPipeError):  # `hear` reports that the process has ended
             self.pipe.send(unit)
@@ -211,7 +202,7 @@ def _serve(pipe: Any, measurement: Measurement, place: str | None, processes: in
         os.environ.pop("LOCAL_RANK", None)
     try:
         with MathJudge() as judge:
-            _measure_units(pipe, measurement, Loaded(processes=processes, judge=judge))
+            _measure_units(pipe, measurement, Loaded(judge, processes))
     except (BrokenPipeError, EOFError, ConnectionResetError):  # the parent has ended
         pass
 

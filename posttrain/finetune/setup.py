@@ -33,19 +33,13 @@ def set_up(
     cfg: TrainingRun, kind: type[TrainingArguments], load_rows: Callable[..., Any], folder: str, *, resume: bool,
     **fixed: Any,
 ) -> TrainingSetup:  # fmt: skip
-    """Prepare a run of phase 1 or 2: check everything, reserve the output folder, load the model and the rows.
-
-    All errors are reported together before anything is written.
+    """Prepare a run of phase 1 or 2, or raise one UserError with all that is wrong, before anything is written.
 
     Args:
         kind: TRL's class of training arguments, made from `cfg.trainer` and `fixed`.
         load_rows: `data.load_sft` or `data.load_preferences`.
         folder: name of the folder inside `output_dir` for the prepared rows.
-        resume: continue the run in `output_dir`.
         **fixed: training arguments that the config cannot change.
-
-    Raises:
-        UserError: the run cannot start.
     """
     output_dir = Path(cfg.output_dir)
     cfg = hardware.settle(cfg)

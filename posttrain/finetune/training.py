@@ -160,7 +160,6 @@ def fit(
     """Train to the end and measure the held-out rows. A signal saves a checkpoint and ends the process here.
 
     Args:
-        trainer: SFTTrainer or DPOTrainer of this package.
         title: name of the phase for the progress bar.
         cfg: SFTRun or DPORun.
         resume: start from the newest intact checkpoint.
@@ -222,13 +221,8 @@ def fit(
 
 def _last_healthy(trainer: Trainer, output_dir: Path, problem: NotFinite) -> Outcome:
     """Load the newest checkpoint before the broken weights whose loss on the held-out rows is finite."""
-    named = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    for folder in sorted(named, key=_step_of, reverse=True):
-        if _step_of(folder) >= problem.updates:
-            continue
-        try:
-            checkpoint.verify(folder)
-        except UserError:  # damaged
+    for step, folder in reversed(checkpoint.numbered(output_dir)):
+        if step >= problem.updates or not checkpoint.is_whole(folder):
             continue
         compat.load_checkpoint_weights(trainer, folder)
         trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
@@ -237,11 +231,6 @@ def _last_healthy(trainer: Trainer, output_dir: Path, problem: NotFinite) -> Out
             handed = f"{output_dir / 'final'} was made from {folder.name}, the last healthy checkpoint."
             return Outcome(figures, UserError(f"{problem} {handed}"))
     raise UserError(f"{problem} There is no healthy checkpoint before it, so nothing is saved.") from problem
-
-
-def _step_of(folder: Path) -> int:
-    """Return 20 for checkpoint-20."""
-    return int(folder.name.rpartition("-")[2])
 
 
 def _is_last(folder: Path) -> bool:

@@ -31,7 +31,7 @@ from .forward import (
     trained_states as trained_states,
     worth_sharing as worth_sharing,
 )
-from .fused import converted_once as converted_once, fused_weights as fused_weights
+from .fused import Kept as Kept, fused_weights as fused_weights
 from .literals import Message as Message
 from .loading import (
     CODE as CODE,

@@ -11,7 +11,7 @@ size, L layers, E width of the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,46 +23,64 @@ from transformers import Cache, PreTrainedModel
 from posttrain.models.convgpt import ConvGPTLayer, ConvGPTModel
 from posttrain.runtime import compat
 
+Kept = dict[str | int, Any]  # fused layers, and tensors by their name or the address of the weight
+
 
 @contextmanager
-def fused_weights(model: PreTrainedModel) -> Iterator[None]:
+def fused_weights(model: PreTrainedModel, kept: Kept | None = None) -> Iterator[None]:
     """Let a model decode faster within the context, in which its weights may not change.
 
     A ConvGPT gets fused projections, unless it has adapters, quantised weights, biases, sliding windows, hooks, or
-    another attention than sdpa. Any other model gets what `converted_once` gives. Enter it under the autocast that
-    decoding runs under.
+    another attention than sdpa. Linear layers get the weights that autocast would otherwise make at every step: it
+    keeps its copies of trained weights alone, and makes those of a frozen base model for every product. Enter it under
+    the autocast that decoding runs under.
+
+    Args:
+        kept: where what is made stays for the next rollout, which has the same autocast, at the same addresses. Without
+            it the memory is freed.
     """
+    kept = {} if kept is None else kept
     decoder = model.base_model
     if not isinstance(decoder, ConvGPTModel) or not _can_fuse(decoder):
-        with converted_once(model):
+        with _converted(model.modules(), model.device.type, kept):
             yield
         return
     with torch.no_grad():
         kind = decoder.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else decoder.conv.weight.dtype
-        decoder.fused, decoder.conv.fixed = _Layers(decoder, dtype), decoder.conv.matrix().to(dtype)
+        if (layers := kept.get("layers")) is None:
+            layers = kept["layers"] = _Layers(decoder, dtype)
+        else:
+            layers.refresh()
+        decoder.fused, decoder.conv.fixed = layers, _stay(kept, "conv", decoder.conv.matrix().to(dtype))
     try:
-        yield
+        with _converted([model.get_output_embeddings()], kind, kept):
+            yield
     finally:
         decoder.fused = decoder.conv.fixed = None
 
 
-@contextmanager
-def converted_once(model: PreTrainedModel) -> Iterator[None]:
-    """Give linear layers the weights that autocast would otherwise make at every step; without autocast do nothing.
+def _stay(kept: Kept, key: str | int, made: torch.Tensor) -> torch.Tensor:
+    """Return these values where those of this key were before."""
+    if (there := kept.get(key)) is None:
+        kept[key] = made
+        return made
+    return there.copy_(made)
 
-    Autocast keeps its copies of trained weights alone: those of a frozen base model are made for every product.
-    """
-    kind = model.device.type
+
+@contextmanager
+def _converted(modules: Iterable[object], kind: str, kept: Kept) -> Iterator[None]:
+    """Give linear layers of float32 the weights that autocast multiplies with; without autocast do nothing."""
     if not torch.is_autocast_enabled(kind):
         yield
         return
     dtype = torch.get_autocast_dtype(kind)
-    linear = [layer for layer in model.modules() if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
+    linear = [layer for layer in modules if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
     weights = [(layer, layer.weight) for layer in linear if layer.weight.dtype == torch.float32]
     try:
         for layer, weight in weights:
-            layer.weight = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+            made = _stay(kept, weight.data_ptr(), weight.detach().to(dtype))
+            layer.weight = nn.Parameter(made, requires_grad=False)
         yield
     finally:
         for layer, weight in weights:
@@ -100,28 +118,39 @@ class _Layers:
         self.decoder_layers: list[Any] = list(decoder.layers)
         self.heads, self.size = config.num_key_value_heads, config.head_dim
         self.group = config.num_attention_heads // self.heads
-        self.layers = [self._layer(layer, dtype) for layer in self.decoder_layers]
+        self.dtype = dtype
+        self.layers = [self._layer(layer) for layer in self.decoder_layers]
         exponent = torch.arange(0, self.size, 2, device=decoder.device, dtype=torch.float) / self.size
         self.frequency_D = (1.0 / config.rope_theta**exponent).repeat(2)
-        # Queries and keys are multiplied by their norm's weight and then rotated. The weight is put into the rotation.
+        self.cos_weight, self.sin_weight = self._rotations()
+
+    def refresh(self) -> None:
+        """Make everything again from the weights as they are now, at the same addresses."""
+        for kept, layer in zip(self.layers, self.decoder_layers, strict=True):
+            for old, new in zip(kept, self._layer(layer), strict=True):
+                old.copy_(new)
+        for old, new in zip((self.cos_weight, self.sin_weight), self._rotations(), strict=True):
+            old.copy_(new)
+
+    def _rotations(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factors of cosine and sine, (L, 1, 1, G + 1, 1, D), with the weights of the norms in them."""
         norms = [[layer.self_attn.q_norm] * self.group + [layer.self_attn.k_norm] for layer in self.decoder_layers]
         weight_LGD = torch.stack([torch.stack([norm.weight for norm in row]) for row in norms])
         first_LGD, second_LGD = weight_LGD.chunk(2, -1)
         swapped_LGD = torch.cat([-second_LGD, first_LGD], -1)  # as `apply_rotary` swaps the halves
-        self.cos_weight = weight_LGD[:, None, None, :, None]  # (L, 1, 1, G + 1, 1, D)
-        self.sin_weight = swapped_LGD[:, None, None, :, None]
+        return weight_LGD[:, None, None, :, None], swapped_LGD[:, None, None, :, None]
 
-    def _layer(self, layer: ConvGPTLayer, dtype: torch.dtype) -> _Layer:
+    def _layer(self, layer: ConvGPTLayer) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         width = attention.q_proj.weight.shape[1]
         query = attention.q_proj.weight.view(self.heads, self.group, self.size, width).transpose(0, 1)
         output = attention.o_proj.weight.view(width, self.heads, self.group, self.size).transpose(1, 2)
         projections = [query.reshape(-1, width), attention.k_proj.weight, attention.v_proj.weight]
         return _Layer(
-            torch.cat(projections).to(dtype),
-            output.reshape(width, -1).to(dtype),
-            torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype),
-            mlp.down_proj.weight.to(dtype),
+            torch.cat(projections).to(self.dtype),
+            output.reshape(width, -1).to(self.dtype),
+            torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(self.dtype),
+            mlp.down_proj.weight.to(self.dtype),
         )
 
     def __call__(

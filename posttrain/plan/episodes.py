@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import psutil
@@ -91,6 +92,18 @@ def playing(shape: Shape, cfg: StarPORun, slots: int, shards: int = 1) -> Parts:
     return parts.conversations(shape, numbers.computed, slots, cfg.rollout.max_context, prompt) | whole
 
 
+def replaying(shape: Shape, cfg: StarPORun, slots: int, cuda: bool) -> Parts:
+    """Return the bytes that stay from rollout to rollout where steps are replayed as CUDA graphs.
+
+    These are what graphs have the addresses of, and the memory that they share: the tensors of the largest step.
+    """
+    if not cuda or cfg.rollout.cuda_graphs is False or cfg.rollout.engine not in ("auto", "slots"):
+        return {}
+    whole = playing(shape, cfg, slots)
+    kept = {name: whole[name] for name in ("KV cache", "fused weights", "bfloat16 weights")}
+    return kept | {"CUDA graphs": slots * shape.vocabulary * parts.SAMPLING}
+
+
 def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int = 1) -> Parts:
     """Return the bytes of a forward and backward pass over a micro-batch, as if all tokens were sampled."""
     numbers = Numbers.of(cfg, shards)
@@ -156,6 +169,7 @@ class Plan(NamedTuple):
     slots: int
     micro_batch_tokens: int
     gradient_checkpointing: bool
+    cuda_graphs: bool
     parts: dict[str, dict[str, int]]  # {"always": {"weights": ..., ...}, "playing": {...}, ...}, in bytes
     available: int  # bytes that this process holds or can get
     warnings: list[str]
@@ -167,6 +181,7 @@ class Plan(NamedTuple):
             "rollout.slots": self.slots,
             "trainer.micro_batch_tokens": self.micro_batch_tokens,
             "trainer.gradient_checkpointing": self.gradient_checkpointing,
+            "rollout.cuda_graphs": self.cuda_graphs,
         }
 
     @property
@@ -218,6 +233,11 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
     Raises:
         UserError: a number has to be chosen, and the smallest does not fit.
     """
+    if cfg.rollout.cuda_graphs is None:
+        try:
+            return choose(shape, with_graphs(cfg, True), place)
+        except UserError:  # they keep memory during updates
+            return choose(shape, with_graphs(cfg, False), place)
     free, held, vllm, cuda, processes, _ = place
     rollout, context, shards = cfg.rollout, cfg.rollout.max_context, place.shards
     samples, groups = rollout.num_generations, -(-rollout.groups // processes)
@@ -228,26 +248,42 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
 
     base = held + vllm + sum(always(shape, cfg, shards).values())
     budget = held + free * (1 - MARGIN)
+
+    def stays(count: int) -> Parts:
+        return replaying(shape, cfg, count, cuda)
+
+    def comes(count: int) -> Parts:
+        return {name: size for name, size in playing(shape, cfg, count, shards).items() if name not in stays(count)}
+
+    def learns(count: int) -> int:
+        return sum(learning(shape, cfg, count, cuda, shards).values())
+
+    def rollout_peak(count: int, update: int) -> int:  # beside what stays of a rollout an update has to fit
+        staying = sum(stays(count).values())
+        return staying + max(sum(comes(count).values()), update if staying else 0)
+
+    likely = cfg.trainer.micro_batch_tokens or min(4 * context, cap)
     if cfg.trainer.gradient_checkpointing is None:
-        likely = cfg.trainer.micro_batch_tokens or min(4 * context, cap)
         cfg = with_checkpointing(cfg, False)
-        cfg = with_checkpointing(cfg, base + sum(learning(shape, cfg, likely, cuda, shards).values()) > budget)
+        beside = sum(stays(rollout.slots or samples).values())
+        cfg = with_checkpointing(cfg, base + beside + learns(likely) > budget)
     step = sum(stepping(shape, cfg, cuda, shards).values())
     whole_groups = [
         *range(1, samples),
         *range(samples, samples * groups + 1, samples),
     ]  # the samples of a group share their prompt
-    slots = rollout.slots or largest(
-        whole_groups, budget - base, lambda count: sum(playing(shape, cfg, count, shards).values())
-    )
+    slots = rollout.slots
+    for update in (learns(likely), learns(context)):
+        slots = slots or largest(whole_groups, budget - base, partial(rollout_peak, update=update))
+    base += sum(stays(slots or 1).values())
     tokens = cfg.trainer.micro_batch_tokens or largest(
         [*range(context, cap, 256), cap],
         budget - base,
-        lambda count: max(step, sum(learning(shape, cfg, count, cuda, shards).values())),
+        lambda count: max(step, learns(count)),
     )
     by_phase = {
-        "always": {"held already": held, "vLLM": vllm} | always(shape, cfg, shards),
-        "playing": playing(shape, cfg, slots or 1, shards),
+        "always": {"held already": held, "vLLM": vllm} | always(shape, cfg, shards) | stays(slots or 1),
+        "playing": comes(slots or 1),
         "learning": learning(shape, cfg, max(context, min(tokens or context, share)), cuda, shards),
         "stepping": stepping(shape, cfg, cuda, shards),
     }
@@ -259,7 +295,13 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
             f"This run is planned to take {gib(peak)} GiB of {gib(held + free)} GiB: it may run out of memory. Lower"
             " rollout.slots or trainer.micro_batch_tokens, or write null to let the plan choose."
         )
-    return Plan(slots, tokens, bool(cfg.trainer.gradient_checkpointing), by_phase, held + free, warnings)
+    recomputes, graphs = bool(cfg.trainer.gradient_checkpointing), bool(stays(1))
+    return Plan(slots, tokens, recomputes, graphs, by_phase, held + free, warnings)
+
+
+def with_graphs(cfg: StarPORun, on: bool) -> StarPORun:
+    """Return the config with CUDA graphs switched on or off."""
+    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"cuda_graphs": on})})
 
 
 def with_checkpointing(cfg: StarPORun, on: bool) -> StarPORun:
@@ -275,6 +317,7 @@ def does_not_fit(
     remedies = {
         "algorithm.critic.kind=shared": cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate",
         "algorithm.beta=0 (no reference model)": full and cfg.algorithm.beta > 0 and not cfg.remembers,
+        "rollout.cuda_graphs=false": "CUDA graphs" in by_phase["always"],
         "distillation=null (no teacher)": cfg.teacher or (full and cfg.algorithm.beta == 0 and cfg.remembers),
         "trainer.gradient_checkpointing=true": not cfg.trainer.gradient_checkpointing,
         "trainer.optim=adamw_8bit": full and cfg.trainer.optim == "adamw_torch" and not sharded,

@@ -17,6 +17,7 @@ from posttrain.runtime import TOKEN_CHUNK_SIZE, trainer_field
 
 MARGIN = 0.15  # share of the free memory for what the formulas leave out: fragments and workspaces
 FLOAT = 4  # bytes of a float32
+SAMPLING = 32  # bytes of a logit in the precisions of sampling.py
 FOUR_BITS = 0.5 + (1 + 4 / 256) / 64  # bytes of a number under QLoRA: 64 share a scale, 256 scales share another
 EIGHT_BITS = 1 + 4 / 256  # bytes of a moment of an 8-bit optimizer: 256 share a scale
 Parts = dict[str, int]  # bytes by name
@@ -116,7 +117,7 @@ def conversations(shape: Shape, size: int, slots: int, longest: int, prompt: int
     twice = slots * length * 2 * shape.key_value * size
     masks = 1 + shape.query // max(1, shape.key_value) * (1 + size)  # bytes for each pair of tokens
     attention = twice + tokens * (size * (4 * shape.query + 3 * shape.key_value) + masks * prompt)
-    sampling = slots * shape.vocabulary * 32  # logits in the precisions of sampling.py
+    sampling = slots * shape.vocabulary * SAMPLING
     return {
         "fused weights": shape.fused * size,
         "KV cache": slots * length * shape.cache * size,

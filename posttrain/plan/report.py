@@ -32,7 +32,7 @@ COLUMNS = {  # of the table, and their parts
     "optimizer": ("optimizer", "square roots"),
     "gradients": ("gradients", "buckets of DDP"),
     "activations": ("activations", "shared prefixes", "the layer at work", "states"),
-    "rollout": ("KV cache", "reading and sampling", "vLLM"),
+    "rollout": ("KV cache", "reading and sampling", "CUDA graphs", "vLLM"),
 }
 
 

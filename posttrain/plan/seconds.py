@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from posttrain.config import StarPORun, Suite
 from posttrain.plan.devices import OPERATIONS, Fleet
 from posttrain.plan.episodes import Plan, with_checkpointing
-from posttrain.plan.parts import FLOAT, Numbers, OfAToken, trained_parameters
+from posttrain.plan.parts import FLOAT, SAMPLING, Numbers, OfAToken, trained_parameters
 from posttrain.plan.rows import RowSettings
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import CHARACTERS, DataRows, Episodes
@@ -113,15 +113,15 @@ class Cost:
         sent = pieces * FLOAT * (2 * self.shape.parameters + trained) if shards > 1 else 2 * FLOAT * trained
         return moved + share * sent / self.fleet.wire
 
-    def decodes(self, tokens: float, rows: float, behind: float, compiled: bool = False) -> float:
+    def decodes(self, tokens: float, rows: float, behind: float, launched: bool = False) -> float:
         """Return the seconds of `tokens` decoding steps, each of which reads the weights and the whole KV cache."""
         shape, size = self.shape, self.numbers.computed
         numbers = shape.blocks + shape.top + rows * behind * shape.cache
         read = size * numbers / (self.device.bandwidth * 1e9 * self.factors.decode)
-        read += 32 * rows * shape.vocabulary / self.stream  # logits in the precisions of sampling.py
+        read += SAMPLING * rows * shape.vocabulary / self.stream
         flops = forward_flops(shape, rows, behind) + head_flops(shape, rows)
         work = max(read, flops / self.flops)
-        return tokens * self.with_launches(work, 0 if compiled else OPERATIONS * shape.layers)
+        return tokens * self.with_launches(work, OPERATIONS * shape.layers if launched else 0)
 
 
 def forward_flops(shape: Shape, tokens: float, behind: float) -> float:
@@ -176,11 +176,11 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     """Return the seconds of phase 3 with as many conversations at a time as the plan says."""
     cfg = with_checkpointing(cfg, plan.gradient_checkpointing)
     cost = Cost(shape, Numbers.of(cfg, shards), fleet)
-    compiled = cfg.rollout.engine.startswith("vllm") or cfg.rollout.compile
+    launched = not cfg.rollout.engine.startswith("vllm") and not plan.cuda_graphs
     replays = cfg.rollout.engine == "replay"
 
     def plays(conversations: float, samples: float) -> float:
-        return rollout(cost, work, conversations, samples, plan.slots, compiled, replays)
+        return rollout(cost, work, conversations, samples, plan.slots, launched, replays)
 
     players = len(cfg.rollout.servers) or fleet.count  # a server is as fast as one device
     playing = plays(math.ceil(work.groups / players) * work.samples, work.samples)
@@ -194,7 +194,7 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     every, steps = cfg.evaluation.every, cfg.trainer.max_steps
     levels = math.ceil(cfg.evaluation.episodes / players) * len(cfg.envs)
     evaluation = plays(levels, 1) + sum(
-        _suite_seconds(cost, suite, players, plan.slots, compiled) for suite in _suites(cfg)
+        _suite_seconds(cost, suite, players, plan.slots, launched) for suite in _suites(cfg)
     )
     evaluations = 1 + steps // every + bool(steps % every)
     # with max_staleness the rollout of the next step runs during the update
@@ -202,7 +202,7 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     run += plays(math.ceil(cfg.evaluation.final_episodes / players) * len(cfg.envs), 1)
     if cfg.distillation is not None and cfg.remembers:  # the first model's answers, before the first step
         answers = sum(source.rows or 10_000 for source in cfg.distillation.sources) / players
-        run += _answer_seconds(cost, answers, GUESSED_PROMPT, cfg.distillation.max_new_tokens, plan.slots, compiled)
+        run += _answer_seconds(cost, answers, GUESSED_PROMPT, cfg.distillation.max_new_tokens, plan.slots, launched)
     return Seconds({"rollout": moving + playing, "update": learning}, run)
 
 
@@ -212,7 +212,7 @@ def rollout(
     conversations: float,
     samples: float,
     slots: int,
-    compiled: bool = False,
+    launched: bool = False,
     replays: bool = False,
 ) -> float:
     """Return the seconds of a rollout: reading prompts once a group and the environment's replies, and decoding.
@@ -229,7 +229,7 @@ def rollout(
         reading += cost.reads(replies, 0, (work.prompt + work.context) / 2, turns - 1)
     at_once = min(slots, conversations)
     tokens = turns * work.new * conversations / at_once
-    return reading + cost.decodes(tokens, at_once, (work.prompt + work.context) / 2, compiled)
+    return reading + cost.decodes(tokens, at_once, (work.prompt + work.context) / 2, launched)
 
 
 def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) -> float:
@@ -268,13 +268,13 @@ def _suites(cfg: StarPORun) -> Iterable[Suite]:
     return [suite for suite in (suites.math, suites.repetition, suites.recall) if suite is not None]
 
 
-def _suite_seconds(cost: Cost, suite: Suite, players: int, slots: int, compiled: bool) -> float:
+def _suite_seconds(cost: Cost, suite: Suite, players: int, slots: int, launched: bool) -> float:
     instruction = len(getattr(suite, "instruction", "")) / CHARACTERS
     prompt, questions = GUESSED_PROMPT + instruction, suite.n * len(getattr(suite, "sources", [1]))
-    return _answer_seconds(cost, questions / players, prompt, suite.max_new_tokens, slots, compiled)
+    return _answer_seconds(cost, questions / players, prompt, suite.max_new_tokens, slots, launched)
 
 
-def _answer_seconds(cost: Cost, answers: float, prompt: float, new: float, slots: int, compiled: bool) -> float:
+def _answer_seconds(cost: Cost, answers: float, prompt: float, new: float, slots: int, launched: bool) -> float:
     """Return the seconds of answers to different prompts, in as many rounds as the slots need."""
     work = Episodes(1, 1, turns=1, prompt=prompt, new=new, reply=0)
-    return rollout(cost, work, max(1.0, answers), 1, slots, compiled)
+    return rollout(cost, work, max(1.0, answers), 1, slots, launched)

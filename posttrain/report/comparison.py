@@ -14,9 +14,10 @@ from typing import Any
 
 from posttrain.report import training_log
 from posttrain.report.charts import Chart, chart
-from posttrain.report.episodes import Pictures, browser_row, evaluation_stage, with_pictures
+from posttrain.report.episodes import Pictures, browser_row
 from posttrain.report.page import read_run
 from posttrain.report.rendering import DAMAGED, render_page
+from posttrain.report.sections import play_again
 from posttrain.report.tables import COLOURS, less_is_better, readable
 from posttrain.report.verdict import UNSEEN, Comparison, Model, compare_models, not_compared, overall
 from posttrain.runtime import runlog
@@ -130,11 +131,7 @@ def differing(
 
 
 def _shown(model: Model, row: Record, pictures: Pictures) -> Record:
-    shown = (
-        with_pictures(row, evaluation_stage(model.results, row), pictures)
-        if row["suite"] == "envs"
-        else browser_row(row)
-    )
+    shown = play_again(model.results, row, pictures) if row["suite"] == "envs" else browser_row(row)
     return shown | {"at": f"{model.title}, {readable(shown['env'])} {row['index']}"}
 
 

@@ -124,7 +124,7 @@ def _sections(
         ("The environments, beside other players", "environments", sections.environments(results)),
         ("The same level, before and after", "levels", same_level),
         ("Episodes recorded while training", "recorded", bool(recorded)),
-        ("Learning curves", "curves", training_log.curves(results, folders)),
+        ("Learning curves", "curves", training_log.curves(folders)),
         ("Samples", "answers", sections.answers(results, transcripts)),
         ("The data of phases 1 and 2", "data", training_log.data(folders)),
         ("What it cost", "cost", training_log.cost(results, folders)),

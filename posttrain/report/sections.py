@@ -17,11 +17,7 @@ from posttrain.report.verdict import Comparison
 from posttrain.types import Record
 
 LEVELS = 4  # of each kind in each environment; only the first is unfolded
-ON_TOP = {
-    "base": "base model",
-    "phase2": "SFT + DPO",
-    "phase3": "SFT + DPO + RL",
-}  # if the checkpoints have these names
+ON_TOP = {"base": "base model", "phase2": "SFT + DPO", "phase3": "SFT + DPO + RL"}  # if checkpoints have these names
 SAMPLES = 2  # prompts shown of each part
 SHOWN_CHARACTERS = 420  # of one answer
 OPENING_CHARACTERS = 160  # of an answer, shown before it is unfolded
@@ -264,7 +260,6 @@ def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
 
 
 def provenance(results: Results) -> dict[str, Any]:
-    """Return how the figures were measured."""
     config = results["config"]
     knobs = ("temperature", "top_k", "top_p", "repetition_penalty")
     return {

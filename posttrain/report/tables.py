@@ -77,7 +77,6 @@ def figure_of(entry: Record, key: str) -> Interval:
 
 
 def less_is_better(metric: str) -> bool:
-    """Return whether a smaller value of a metric is better."""
     return metric in ("equal_length", "seq_rep_4", "seq_rep_4_first", "failed", "never_stops")
 
 
@@ -257,5 +256,4 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def colour(results: Results, checkpoint: str) -> str:
-    """Return the colour of a checkpoint."""
     return COLOURS[list(results["config"]["checkpoints"]).index(checkpoint) % len(COLOURS)]

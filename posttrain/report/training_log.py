@@ -53,7 +53,7 @@ def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
 
 
 def curves(
-    results: Results, folders: dict[str, Path | None]
+    folders: dict[str, Path | None],
 ) -> list[tuple[str, Path, list[Chart], bool, list[Record] | None]]:
     """Return (checkpoint, metrics.jsonl, charts, whether they are of preference pairs, alarms) of each phase.
 

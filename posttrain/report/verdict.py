@@ -163,10 +163,7 @@ def _items(model: Model, column: Column) -> dict[str, Record]:
 
 
 def compare_rows(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
-    """Compare two models by a figure of their rows.
-
-    Args: tail: the chance in each tail of the interval; most: examples to keep.
-    """
+    """Compare two models by a figure of their rows. tail: chance in each tail of the interval. most: examples."""
     old, new = ([float(pair[side][column.metric]) for pair in pairs] for side in (0, 1))
     examples = _examples(pairs, [b - a for a, b in zip(old, new, strict=True)], most)
     if column.suite == "envs":  # a level counts once, however often it is played
@@ -210,9 +207,8 @@ def _needed(differences: Sequence[float], value: float, tail: float) -> int:
     unsure, sure = NormalDist().inv_cdf(1 - tail), NormalDist().inv_cdf(POWER)
     reach = unsure * math.sqrt(square) + sure * math.sqrt(max(0.0, square - aim * aim))
     items = (reach / aim) ** 2 + min(changed) / aim
-    least = (
-        n / len(changed) * math.ceil(-math.log2(tail))
-    )  # with fewer changes no test rejects, even if all have one sign
+    # with fewer changes no test rejects, even if all have one sign
+    least = n / len(changed) * math.ceil(-math.log2(tail))
     return max(math.ceil(items), math.ceil(least), n + 1 if value else 0)
 
 

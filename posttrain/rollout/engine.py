@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from posttrain.models import UNFIT, attends_to_all, text_config
 from posttrain.rollout.engines.base import Sampler
-from posttrain.rollout.engines.compiled import CompiledSampler
+from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.rollout.engines.remote import RemoteSampler, Servers
 from posttrain.rollout.engines.replay import ReplaySampler
 from posttrain.rollout.engines.slots import SlotSampler
@@ -32,14 +32,14 @@ def open_engine(
     engine: str = "auto",
     longest: int | None = None,
     vllm_memory: float = 0.3,
-    compiled: bool = False,
+    graphs: bool = True,
 ) -> Sampler:
     """Return an engine for a model; `auto` is the slot engine if it passes a self-test on this model, else replay.
 
     Args:
         longest: tokens of the longest conversation, if known.
         vllm_memory: the share of the device's memory that vLLM takes.
-        compiled: compile the decoding step; for the slot engine alone.
+        graphs: whether the slot engine replays CUDA graphs on a GPU, if these pass the self-test, too.
 
     Raises:
         UserError: the engine cannot sample from this model; `auto`: neither of the two engines can.
@@ -47,15 +47,13 @@ def open_engine(
     if engine == "vllm":
         return VLLMSampler(model, stop_ids, longest, vllm_memory)
     name = type(model).__name__
-    slots = CompiledSampler if compiled else SlotSampler
-    cause = None if engine == "replay" else why_unfit(model, stop_ids, pad_id, slots)
+    cause = None if engine == "replay" else why_unfit(model, stop_ids, pad_id)
     if cause is None and engine != "replay":
-        return slots(model, stop_ids, pad_id, longest)
-    if compiled:
-        raise UserError(
-            f"rollout.compile=true decodes with a kept KV cache, which {name} does not allow: {cause}. Leave"
-            " rollout.compile out."
-        )
+        if graphs and model.device.type == "cuda":
+            if (wrong := why_unfit(model, stop_ids, pad_id, GraphSampler)) is None:
+                return GraphSampler(model, stop_ids, pad_id, longest)
+            warnings.warn(f"{name} is decoded without CUDA graphs: {wrong}", stacklevel=2)
+        return SlotSampler(model, stop_ids, pad_id, longest)
     if engine == "slots":
         raise UserError(
             f"engine=slots keeps the KV cache across turns, which {name} does not allow: {cause}. Write engine=replay,"

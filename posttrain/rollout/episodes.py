@@ -39,10 +39,10 @@ def open_sampler(
     engine: str = "auto",
     max_context: int | None = None,
     vllm_memory: float = 0.3,
-    compiled: bool = False,
+    graphs: bool = True,
 ) -> Sampler:
     """Return an engine for this model that stops at the end of the chat's turns; see `open_engine`."""
-    return open_engine(model, [chat.stop_id], chat.pad_id, engine, max_context, vllm_memory, compiled)
+    return open_engine(model, [chat.stop_id], chat.pad_id, engine, max_context, vllm_memory, graphs)
 
 
 def sampler_of(cfg: StarPORun, model: PreTrainedModel, chat: Chat) -> Sampler:
@@ -50,7 +50,7 @@ def sampler_of(cfg: StarPORun, model: PreTrainedModel, chat: Chat) -> Sampler:
     rollout = cfg.rollout
     if not rollout.servers:
         memory = rollout.vllm_gpu_memory_utilization
-        return open_sampler(model, chat, rollout.engine, rollout.max_context, memory, rollout.compile)
+        return open_sampler(model, chat, rollout.engine, rollout.max_context, memory, rollout.cuda_graphs is not False)
     policy = Policy(model, chat.tokenizer, [chat.stop_id], rollout.max_context)
     return open_servers(policy, rollout.servers, Path(cfg.output_dir))
 

@@ -45,11 +45,9 @@ def save(folder: Path, write: Callable[[Path], object], **meta: Any) -> Path:
         final/model.safetensors  final/config.json  ...  final/manifest.json
 
     Args:
-        folder: the checkpoint's folder.
         write: writes the files into the temporary folder that it gets; one rename puts this at `folder`.
         **meta: values to store in the manifest, as `step`.
     """
-    folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for stale in sorted(folder.parent.glob(f".{folder.name}.partial-*"), reverse=True):  # left by a killed save
         if stale.name.endswith("-old") and not folder.exists():
@@ -76,12 +74,7 @@ def seal(folder: Path, **meta: Any) -> dict[str, Any]:
     """Write and return the manifest of a folder whose files are complete, for checkpoints that another library wrote.
 
     All files get the permissions of the umask: safetensors writes weights that only their owner may read.
-
-    Args:
-        folder: the checkpoint's folder.
-        **meta: values to store in the manifest, as `step`.
     """
-    folder = Path(folder)
     unnamed = folder / f"{MANIFEST}.partial"
     with unnamed.open("w", encoding="utf-8") as out:
         mode = stat.S_IMODE(os.fstat(out.fileno()).st_mode)
@@ -113,16 +106,10 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def verify(folder: Path, *, weights: bool = True) -> dict[str, Any]:
-    """Return the manifest of a checkpoint after comparing every file with it.
+    """Return the manifest of a checkpoint; UserError if a file is missing or differs from what was written.
 
-    Args:
-        folder: the checkpoint's folder.
-        weights: compare the large files, too; otherwise only configuration, tokenizer and template.
-
-    Raises:
-        UserError: a file is missing or differs from what was written.
+    weights: compare the large files, too; otherwise only configuration, tokenizer and template.
     """
-    folder = Path(folder)
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
         path = folder / name
@@ -147,7 +134,6 @@ def verify_if_sealed(folder: Path, *, weights: bool = True) -> None:
     Raises:
         UserError: the files differ from the manifest, or a phase's folder has none: changes would go unnoticed.
     """
-    folder = Path(folder)
     if os.path.exists(folder / MANIFEST):
         verify(folder, weights=weights)
     elif mark := next((name for name in OF_A_PHASE if os.path.exists(folder / name)), None):
@@ -167,12 +153,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest without checking the files.
-
-    Raises:
-        UserError: the manifest is missing or cannot be read.
-    """
-    folder = Path(folder)
+    """Return the manifest without checking the files; UserError if the manifest is missing or cannot be read."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a checkpoint: there is no such folder.")
     try:
@@ -195,7 +176,6 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         UserError: the folder has no weights.
     """
-    folder = Path(folder)
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / WEIGHTS_INDEX).is_file():
@@ -216,7 +196,7 @@ def _is_file_name(name: object) -> bool:
 
 def numbered(run_dir: Path, name: str = "checkpoint") -> list[tuple[int, Path]]:
     """Return the steps and folders `name-12` of a run, the oldest first, without copies such as `name-old`."""
-    paths = [(re.fullmatch(rf"{name}-([0-9]{{1,18}})", path.name), path) for path in Path(run_dir).glob(f"{name}-*")]
+    paths = [(re.fullmatch(rf"{name}-([0-9]{{1,18}})", path.name), path) for path in run_dir.glob(f"{name}-*")]
     return sorted((int(match[1]), path) for match, path in paths if match and path.is_dir())
 
 
@@ -225,10 +205,8 @@ def latest_good(
 ) -> Path | None:
     """Return the newest checkpoint that verifies; None without one.
 
-    Args:
-        run_dir: the run's folder.
-        say: called with a line for each newer checkpoint that does not verify.
-        also: a further check of a checkpoint's folder, which may raise a UserError.
+    say: called with a line for each newer checkpoint that does not verify. also: a further check of a checkpoint's
+    folder, which may raise a UserError.
     """
     for _, folder in reversed(numbered(run_dir)):
         try:
@@ -244,7 +222,6 @@ def latest_good(
 
 def in_use(output_dir: Path, resume: bool) -> None:
     """Raise UserError when a run may not write to this folder; nothing is created or changed."""
-    output_dir = Path(output_dir)
     try:
         if output_dir.exists() and not output_dir.is_dir():
             raise UserError(f"output_dir={output_dir} is a file. Choose another name: output_dir=...")
@@ -272,21 +249,13 @@ def _worth_keeping(path: Path) -> bool:
 
 
 def claim(output_dir: Path, resume: bool) -> None:
-    """Lock the output folder for this process.
-
-    Raises:
-        UserError: it holds a run, or another process writes to it.
-    """
-    in_use(Path(output_dir), resume)
-    lock_folder(Path(output_dir))
+    """Lock the output folder for this process; UserError if it holds a run, or another process writes to it."""
+    in_use(output_dir, resume)
+    lock_folder(output_dir)
 
 
 def lock_folder(output_dir: Path) -> None:
-    """Lock the output folder, which may hold files, for this process.
-
-    Raises:
-        UserError: another process has locked it.
-    """
+    """Lock the output folder, which may hold files, for this process; UserError if another process has locked it."""
     key = output_dir.resolve()
     if key in _claimed:
         return
@@ -312,7 +281,7 @@ def lock_folder(output_dir: Path) -> None:
 
 def needs_free_space(path: Path, needed: int) -> None:
     """Raise UserError when the disk that would hold `path` has less than `needed` bytes left."""
-    place = Path(path).resolve()
+    place = path.resolve()
     while not os.path.exists(place):  # unlike Path.exists, it is False for a name that is too long
         place = place.parent
     free = shutil.disk_usage(place).free

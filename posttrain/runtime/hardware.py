@@ -60,7 +60,7 @@ def _check_mps() -> None:
     if not torch.backends.mps.is_available():
         why = "torch was built without it" if not torch.backends.mps.is_built() else "this is not a Mac with such a GPU"
         raise UserError(f"device=mps is the GPU of a Mac with macOS 14 or later, and {why}. Write device=cpu.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launcher.processes() > 1:
         raise UserError("device=mps is one GPU, for one process: start the script with python, without a launcher.")
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.files import keep_standard_streams
+from posttrain.runtime import launcher
 from posttrain.types import UserError
 
 TIMEOUT = 6 * 3600  # seconds that processes wait for one that streams a large source, or writes to a slow disk
@@ -27,15 +28,11 @@ T = TypeVar("T")
 
 
 def join(device: torch.device, timeout: float = TIMEOUT) -> None:
-    """Join the other processes of a launch; TRL's trainers use the same process group.
+    """Join the other processes of a launch, waiting `timeout` seconds; TRL's trainers use the same process group.
 
     NCCL's own limit is ten minutes, and without `device_id` it guesses which GPU belongs to a process.
-
-    Args:
-        device: of this process.
-        timeout: seconds to wait for another process.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+    if launcher.processes() > 1 and not dist.is_initialized():
         patience = timedelta(seconds=timeout)
         with port_in_words():
             if device.type == "cuda":

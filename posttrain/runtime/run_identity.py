@@ -16,13 +16,8 @@ from posttrain.types import UserError
 TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
 
 COUNTS = "counts.json"  # in each checkpoint of phases 1 and 2: what TRL counts and does not save
-FREE_TO_CHANGE = (
-    "output_dir",
-    "run_name",
-    "report_to",
-    "hardware",
-    "rollout.servers",
-)  # keys in which a resumed run may differ
+# Keys in which a resumed run may differ.
+FREE_TO_CHANGE = ("output_dir", "run_name", "report_to", "hardware", "rollout.servers")
 
 
 def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
@@ -31,9 +26,9 @@ def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
     A damaged metrics.jsonl, which the run could not continue, is such an error, too.
     """
     for log in ("metrics.jsonl", "transcripts.jsonl", "alarms.jsonl", "shown.jsonl"):
-        if (Path(output_dir) / log).exists():
-            runlog.read_metrics(Path(output_dir) / log)
-    file = Path(output_dir) / checkpoint.RUN_CONFIG
+        if (output_dir / log).exists():
+            runlog.read_metrics(output_dir / log)
+    file = output_dir / checkpoint.RUN_CONFIG
     if not file.exists():  # a new run, or one killed before its first step
         return
     before, now = _flat(_read_begun(file)), _flat(settings)
@@ -56,7 +51,7 @@ def same_batches(output_dir: Path, cfg: TrainingConfig) -> TrainingConfig:
     Raises:
         UserError: it cannot, or a checkpoint has another kind of sharding.
     """
-    earlier = _begun(Path(output_dir))
+    earlier = _begun(output_dir)
     now, kind = launcher.processes(), launcher.sharding()
     if earlier is None:
         return cfg
@@ -132,7 +127,7 @@ def _read_begun(file: Path) -> dict[str, Any]:
 
 def remember_run(output_dir: Path, settings: dict[str, Any], resume: bool) -> None:
     """Write the settings that `same_run` compares with, unless this is a resumed run that has them."""
-    file = Path(output_dir) / checkpoint.RUN_CONFIG
+    file = output_dir / checkpoint.RUN_CONFIG
     if not (resume and file.exists()):
         files.write_whole(file, [yaml.safe_dump(settings, sort_keys=False)])
 

@@ -56,7 +56,7 @@ def keep_private(output_dir: Path) -> None:
     """
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    beside = Path(output_dir).resolve().parent
+    beside = output_dir.resolve().parent
     os.environ.setdefault("TRACKIO_DIR", str(beside / "trackio"))
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(beside / "tensorboard"))
     os.environ.setdefault("WANDB_DIR", str(beside))
@@ -162,7 +162,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, after_step: int | None = None, but_not: str | None = None) -> None:
-        self.path = Path(path)
+        self.path = path
         kept = []
         if after_step is not None and self.path.exists():
             kept = [row for row in read_metrics(self.path) if row["step"] <= after_step]

@@ -6,12 +6,10 @@ import torch
 
 
 def integers(tensor_N: torch.Tensor) -> list[int]:
-    """Return a vector of integers as a list."""
     return tensor_N.tolist()
 
 
 def floats(tensor_N: torch.Tensor) -> list[float]:
-    """Return a vector of numbers as a list."""
     return tensor_N.tolist()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer, get_scheduler
 
-from posttrain.runtime import compat, hardware, launcher, parallel
+from posttrain.runtime import compat, launcher, parallel
 from posttrain.types import UserError
 
 # the metrics of an evaluation in phases 1 and 2
@@ -25,9 +25,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     logged, and `Reporter` logs the last one: a run on little data may be shorter than `logging_steps`.
 
     Args:
-        kind: SFTConfig or DPOConfig.
         cfg: SFTRun or DPORun, whose section `trainer` replaces the defaults for the device.
-        device: of this process.
         **fixed: fields that the config cannot change.
 
     Raises:
@@ -50,7 +48,6 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         "max_length": cfg.data.max_length,
         **fixed,
     }
-    cfg = hardware.settle(cfg)
     parallel.join(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
     compat.ignore_renamed_argument()
     with refusals_in_words():
@@ -144,7 +141,7 @@ SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the losses that read
 def _check_effect(args: Any, fields: dict[str, Any]) -> None:
     """Raise ValueError for settings that TRL and transformers accept and then ignore.
 
-    given: the section `trainer` of the config, without their defaults.
+    fields: the section `trainer` of the config, without their defaults.
     """
     losses, scheduler = args.loss_type, str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     pairs = isinstance(losses, list)  # phase 2

@@ -35,7 +35,6 @@ def escape_control_characters(text: str) -> str:
 
 
 def never() -> bool:
-    """Return False: nothing stops the answer."""
     return False
 
 
@@ -119,7 +118,6 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
 
 
 def repetition_table(answers: dict[str, Answer]) -> Table:
-    """Return a table of `repetition_figures`."""
     table = Table("", box=box.SIMPLE_HEAD)
     for name in answers:
         table.add_column(name, justify="right")

@@ -115,13 +115,7 @@ def show_levels(
 ) -> None:
     """Play levels of the evaluator and show observations, answers, rewards and results.
 
-    Args:
-        generator: the model.
-        env: the environment.
-        cfg: config of the chat.
-        setting: sampling of the model.
-        episodes: number of levels.
-        delay: seconds between turns.
+    episodes: number of levels. delay: seconds between turns.
     """
     from posttrain import metrics
 
@@ -141,7 +135,6 @@ def show_levels(
 
 
 def play_level(level: PlayedLevel, out: Console, title: str, delay: float) -> None:
-    """Play a level to its end, on the terminal."""
     env = level.episode.env
     while not level.over:
         out.print(Text(f"\n{title}, turn {level.episode.turns + 1}", "bold"))

@@ -97,9 +97,9 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             " train phase 1 on a few hundred demonstrations (posttrain env demos)."
         )
     if start.pass_1 > SATURATED:
-        harder = f": {env.harder}" if env.harder else ""
+        harder = f" ({env.harder})" if env.harder else ""
         found.append(
-            f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder levels{harder}, those"
+            f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder levels{harder}, or those"
             " that are not always won (envs.difficulty: auto), or fewer demonstrations before."
         )
     elif start.pass_k < HOPELESS:
@@ -179,7 +179,7 @@ def advice_text(cfg: StarPORun, starts: Mapping[str, Start], parameters: int, se
         hours = cfg.trainer.max_steps * seconds / 3600
         lines.append(
             f"A step takes {seconds:.0f} s, all {cfg.trainer.max_steps} take {hours:.1f} h."
-            f" A gain of {GAIN:.0%} is seen in the mean of {steps} steps of {cfg.rollout.groups} groups."
+            f" A gain of {100 * GAIN:.0f} points is seen in the mean of {steps} steps of {cfg.rollout.groups} groups."
         )
     return "\n".join(lines)
 

@@ -181,7 +181,6 @@ def test_all_kinds_drop_roles_that_the_template_refuses(tmp_path: Path, tiny_cha
     rivals = load_preferences(section(Source(kind="preferences", path=path), max_length=2000), chat)
     questions, table = load_questions(data, chat)
     assert len(questions) == 1
-    for report in [one.table.sources[0] for one in (load_sft(data, chat), load_prompts(data, chat), rivals)] + [
-        table.sources[0]
-    ]:
+    tables = [one.table for one in (load_sft(data, chat), load_prompts(data, chat), rivals)]
+    for report in (each.sources[0] for each in (*tables, table)):
         assert report.dropped == {"not written by the chat template": 1} and "No system message!" in report.unwritten

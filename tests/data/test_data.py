@@ -113,11 +113,7 @@ CODE = (
     "We compute.\n<llm-code>\n2 + 3\n</llm-code>\n<llm-code-output>\n5\n</llm-code-output>\n"
     "<llm-code>\n10 / 2\n</llm-code>\n<llm-code-output>\n5.0\n</llm-code-output>\nSo it is \\boxed{5}."
 )
-KEPT_SOLUTIONS = [
-    "2+3=\\boxed{5}",
-    "It is $\\boxed{5}$.",
-    "Thus \\[ x = \\boxed {5.0} \\]",
-]
+KEPT_SOLUTIONS = ["2+3=\\boxed{5}", "It is $\\boxed{5}$.", "Thus \\[ x = \\boxed {5.0} \\]"]
 GOOD_MATH = [math_row(f"kept {n}", text) for n, text in enumerate(KEPT_SOLUTIONS)] + [
     math_row("kept fraction", "\\boxed{\\frac{1}{2}}", "0.5"),
     math_row("kept braces", "\\boxed{\\text{a {b} c}}", "\\text{a {b} c}"),
@@ -132,10 +128,7 @@ BAD_MATH: dict[str, list[dict[str, Any]]] = {
         math_row("open", "\\boxed{5"),
         math_row("bare", "\\boxed 5 or \\boxed{5}"),
     ],
-    "text after the box": [
-        math_row("units", "\\boxed{5} apples."),
-        math_row("brace", "\\boxed{5} \\text{apples}"),
-    ],
+    "text after the box": [math_row("units", "\\boxed{5} apples."), math_row("brace", "\\boxed{5} \\text{apples}")],
     "box is not the expected answer": [math_row("six", "\\boxed{6}"), math_row("name", "\\boxed{five}")],
     "empty content": [math_row("empty", " \n"), math_row("", "\\boxed{5}")],
     "content is not text": [math_row("null", None), math_row("half", "\ud800 \\boxed{5}")],  # type: ignore[arg-type]
@@ -503,11 +496,8 @@ def test_at_most_a_tenth_is_held_out(tmp_path: Path, tiny_chat: Chat, rows: int,
 
 def test_a_question_with_many_rows_stays_in_training(tmp_path: Path, tiny_chat: Chat) -> None:
     """40 rows: one question of 31 answers and nine of one each; the nine may be held out, up to four of them."""
-    talk = [
-        [{"role": "user", "content": f"q {max(0, n - 30)}"}, {"role": "assistant", "content": str(n)}]
-        for n in range(40)
-    ]
-    path = write(tmp_path / "a.jsonl", [{"messages": messages} for messages in talk])
+    talk = [{"messages": [user(f"q {max(0, n - 30)}"), assistant(str(n))]} for n in range(40)]
+    path = write(tmp_path / "a.jsonl", talk)
     for seed in range(5):
         data = load_sft(section(Source(kind="messages", path=path), eval_rows=50, seed=seed), tiny_chat)
         assert len(data.eval) == 4
@@ -778,7 +768,7 @@ EMBEDDED_SOURCES = [
         kind="demonstrations",
         path="embedded",
         rows=6,
-        envs=[EnvSection(name="frozen_lake"), EnvSection(name="sokoban")],
+        envs=[EnvSection(name=name) for name in ("frozen_lake", "sokoban")],
     ),
 ]
 
@@ -789,15 +779,19 @@ def test_embedded_data_runs_through_the_same_filters(tiny_chat: Chat, monkeypatc
     sft = load_sft(section(*EMBEDDED_SOURCES, **options), tiny_chat)
     account(sft.table)
     math, talk, played = sft.table.sources
-    assert {"marked as wrong", "uses code", r"not exactly one \boxed", "seen before"} <= math.dropped.keys()
+    planted = {"marked as wrong", "uses code", r"not exactly one \boxed", "seen before"}
+    assert math.dropped.keys() == planted | {"in an evaluation set"}
     assert "empty content" in talk.dropped
+    assert all(source.train + source.held_out > 0.8 * source.read for source in (math, talk))
     assert played.train + played.held_out + played.dropped.get("seen before", 0) == 6
     assert {source.licence for source in sft.table.sources} == {"generated here"}
     assert len(sft.eval) > 10
     assert sft.train.cache_files == [], "it stays in memory"
     pairs = load_preferences(section(Source(kind="ultrafeedback", path="embedded", rows=900), **options), tiny_chat)
     account(pairs.table)
-    assert {"score margin not above 0", "identical answers", "empty content"} <= pairs.table.sources[0].dropped.keys()
+    (source,) = pairs.table.sources
+    assert {"score margin not above 0", "identical answers", "empty content"} <= source.dropped.keys()
+    assert source.train + source.held_out > 0.6 * source.read
 
 
 def test_no_embedded_evaluation_problem_is_trained_on(tiny_chat: Chat) -> None:
@@ -814,8 +808,8 @@ def test_no_embedded_evaluation_problem_is_trained_on(tiny_chat: Chat) -> None:
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-def refusal(tmp_path: Path, chat: Chat, text: str, kind: Any = "messages", name: str = "a.jsonl") -> str:
-    path = tmp_path / name
+def refusal(tmp_path: Path, chat: Chat, text: str, kind: Any = "messages") -> str:
+    path = tmp_path / "a.jsonl"
     path.write_text(text, encoding="utf-8")
     load: Any = load_preferences if kind in ("ultrafeedback", "preferences") else load_sft
     with pytest.raises(UserError) as told:
@@ -920,32 +914,9 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
     at, to = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     lines = content.split(b"\n")
     line = rng.randrange(len(lines))
-    nasty = [
-        b"\xff\xfe",
-        b"\x00",
-        b"\xe2\x80\xa8",
-        b"\xed\xa0\x80",
-        b"\r",
-        b"\n",
-        b"\xef\xbb\xbf",
-        b"{",
-        b"]",
-        b'"',
-        b"\\u",
-    ]
-    nasty += [
-        b"[" * 20_000,
-        b'{"a":' * 20_000,
-        b"9" * 5001,
-        b"1e999",
-        b"NaN",
-        b"null",
-        b"-",
-        b"\\ud800",
-        b"true",
-        b"{}",
-        b"[]",
-    ]
+    nasty = [b"\xff\xfe", b"\x00", b"\xe2\x80\xa8", b"\xed\xa0\x80", b"\r", b"\n", b"\xef\xbb\xbf"]
+    nasty += [b"{", b"]", b'"', b"\\u", b"[" * 20_000, b'{"a":' * 20_000, b"9" * 5001, b"1e999", b"NaN", b"null", b"-"]
+    nasty += [b"\\ud800", b"true", b"{}", b"[]"]
     match rng.randrange(7):
         case 0:
             return content[:at]
@@ -1043,29 +1014,14 @@ def test_damaged_files_are_read_or_refused(kind: Any, tmp_path: Path) -> None:
     assert refused > 40
 
 
-def test_broken_files_are_named_with_the_line(tmp_path: Path, tiny_chat: Chat) -> None:
-    good = json.dumps(talks(1)[0])
-    assert "line 2" in refusal(tmp_path, tiny_chat, f"{good}\n{good[:-3]}\n")
-    assert "line 1" in refusal(tmp_path, tiny_chat, "[1, 2]")
-    assert "line 1" in refusal(tmp_path, tiny_chat, "[" * 100_000)
-    assert "line 1" in refusal(tmp_path, tiny_chat, '{"messages": ' + "9" * 5001 + "}")
-    assert "cannot be read" in refusal(tmp_path, tiny_chat, "no parquet", name="a.parquet")
-    assert "is not a .jsonl, .json, .csv" in refusal(tmp_path, tiny_chat, good, name="a.txt")
-    (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xe9"}\n')
+def test_a_source_that_is_not_there_is_told(tmp_path: Path, tiny_chat: Chat) -> None:
     for path, part in (
-        (tmp_path / "latin.jsonl", "line 1 of .* is not UTF-8 text .byte 0xe9 at place 15"),
         (tmp_path / "missing.jsonl", "does not exist"),
         (tmp_path, "is not a .jsonl, .json, .csv"),
         ("nonsense", "owner/name"),
     ):
         with pytest.raises(UserError, match=part):
             load_sft(section(Source(kind="messages", path=str(path))), tiny_chat)
-
-
-def test_a_prompt_is_text_or_messages(tmp_path: Path, tiny_chat: Chat) -> None:
-    path = write(tmp_path / "pairs.jsonl", [{"prompt": 3, "chosen": "yes", "rejected": "no"}])
-    with pytest.raises(UserError, match=r"line 1 of .*column prompt"):
-        load_preferences(section(Source(kind="preferences", path=path)), tiny_chat)
 
 
 def test_nothing_left_is_an_error_with_the_reasons(

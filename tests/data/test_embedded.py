@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from tiny_runs import ROOT, python
 
-from posttrain.data import embedded, filters
+from posttrain.data import embedded
 from posttrain.data.embedded import arithmetic, conversations, environments
-from posttrain.data.loading import load_preferences, load_sft
 from posttrain.runtime import checkpoint
 from posttrain.types import UserError
 
@@ -133,23 +132,21 @@ def test_formulas_are_solved_step_by_step():
     for row in formulas:
         (asked,) = re.findall(r"\d+(?:[+-]\d+)+", row["question"])
         total, *others = [int(number) for number in re.findall(r"[+-]?\d+", asked)]
-        assert arithmetic.split_of({"question": row["question"], "operands": operands_of(asked)}) == "train"
+        operands = ("".join(re.findall("[+-]", asked)), *map(int, re.findall(r"\d+", asked)))
+        assert arithmetic.split_of({"question": row["question"], "operands": operands}) == "train"
         steps = re.findall(r"(\d+)([+-]\d+)=(\d+)\.", row["generated_solution"].partition("The answer")[0])
         for (before, change, after), other in zip(steps, others, strict=True):
             assert (int(before), int(change)) == (total, other)
             total = int(after)
         assert row["predicted_answer"] == str(total)
-        assert (str(eval_sum(asked)) == row["predicted_answer"]) == row["is_correct"]
+        right = sum(int(number) for number in re.findall(r"[+-]?\d+", asked))
+        assert (str(right) == row["predicted_answer"]) == row["is_correct"]
         assert all(0 <= int(after) < 130 for *_, after in steps)
 
 
-def operands_of(formula: str) -> tuple[str, *tuple[int, ...]]:
-    """operands_of("3+4-5") -> ("+-", 3, 4, 5)"""
-    return ("".join(re.findall("[+-]", formula)), *map(int, re.findall(r"\d+", formula)))
-
-
-def eval_sum(formula: str) -> int:
-    return sum(int(number) for number in re.findall(r"[+-]?\d+", formula))
+def filled(template: str, value: str) -> str:
+    text = template.format(v=value)
+    return text[0].upper() + text[1:]
 
 
 def test_many_things_are_talked_of_in_one_dialogue_but_never_a_game():
@@ -168,10 +165,10 @@ def test_many_things_are_talked_of_in_one_dialogue_but_never_a_game():
         for asked, answer in itertools.pairwise(said[:-1] if said[-1] == "" else said):
             for slot, fact in conversations.FACTS.items():
                 for value in fact["values"]:
-                    if asked in [conversations._fill(tell, value) for tell in fact["tell"]]:
+                    if asked in [filled(tell, value) for tell in fact["tell"]]:
                         told[slot] = value
                 if asked in fact["ask"]:
-                    assert answer == conversations._fill(fact["answer"][0], told[slot])
+                    assert answer == filled(fact["answer"][0], told[slot])
     assert min(after.values()) > 60, after
 
 
@@ -360,36 +357,6 @@ def test_role_headers_and_actions_are_short(chat):
             assert len(chat.content_ids(action)) == len(chat.content_ids(f" {action}")) == 1
 
 
-def test_the_real_filters_leave_most_of_it(chat):
-    from posttrain.config.data import DataSection, Source
-    from posttrain.config.shared import EnvSection
-
-    sft = DataSection(
-        sources=[
-            Source(kind="openmathinstruct", path="embedded", rows=200),
-            Source(kind="capybara", path="embedded", rows=200),
-            Source(kind="demonstrations", path="embedded", rows=20, envs=[EnvSection(name="frozen_lake")]),
-        ],
-        max_length=1024,
-    )
-    data = load_sft(sft, chat)
-    assert 300 < len(data.train) + len(data.eval) <= 420
-    assert all(sum(mask) for mask in data.train["assistant_masks"])
-    pairs = DataSection(sources=[Source(kind="ultrafeedback", path="embedded", rows=200)], max_length=256)
-    assert len(load_preferences(pairs, chat).train) > 120
-
-
-def test_filters_take_every_planted_fault():
-    from envs.math_judge import MathJudge
-    from posttrain.config.data import Source
-
-    source = Source(kind="openmathinstruct", path="embedded", rows=10)
-    with MathJudge() as judge:
-        verdicts = [filters.keep_openmathinstruct(row, source, judge) for row in embedded.openmathinstruct(400, 1)]
-    reasons = {verdict for verdict in verdicts if isinstance(verdict, str)}
-    assert reasons == {"marked as wrong", "uses code", r"not exactly one \boxed"}
-
-
 def test_generating_needs_no_torch():
     code = "import sys, posttrain.data.embedded as e; list(e.ultrafeedback(3, 0)); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -402,7 +369,6 @@ def test_splits_lie_on_both_sides():
     shares = {side: sides.count(side) / len(sides) for side in set(sides)}
     assert 0.7 < shares["train"] < 0.9
     assert min(shares.values()) > 0.05
-    assert list(itertools.islice(embedded.openmathinstruct(5, 0), 5))
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -31,6 +32,7 @@ class Server:
         self.says: dict[str, Any] = {}
         self.times = 1
         self.connections = 0
+        self.answered = threading.Event()
         self.app = FastAPI()
         self.app.add_api_route("/{path:path}", self.page, methods=["GET", "POST"])
         self.app.add_api_websocket_route("/ws", self.play)
@@ -60,6 +62,7 @@ class Server:
                 said = {"reward": 0.0, "done": False, **said}
                 for _ in range(self.times):
                     await socket.send_text(json.dumps({"type": "observation", "data": said}))
+                self.answered.set()
         except WebSocketDisconnect:
             pass
 
@@ -156,10 +159,17 @@ def test_a_message_answered_twice_shifts_nothing(server: Server) -> None:
     server.times, before = 1, server.connections
     assert env.reset(seed=2)[0] == "begin" and env.step("two")[0] == "two" and server.connections == before + 1
     server.times = 2
+    server.answered.clear()
     env.step("three")
-    time.sleep(0.2)
+    assert server.answered.wait(10)
+    asyncio.run_coroutine_threadsafe(pinged(env.session.socket), openenv_client.loop()).result(10)
     with pytest.raises(ServerError, match="it answered a message twice"):
         env.step("four")
+
+
+async def pinged(socket: Any) -> None:
+    """Wait for the answer to a ping: all that was sent before has arrived."""
+    await (await socket.ping())
 
 
 def test_a_question_has_one_deadline_for_all_of_its_answer(server: Server) -> None:

@@ -30,23 +30,19 @@ GYM = "reasoning-gym is not installed: pip install reasoning_gym==0.1.25"
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch):
+def broken(own_environments: None, monkeypatch: pytest.MonkeyPatch):
     """All breaches that are found within this process."""
     elsewhere = {promises.same_in_every_process, promises.hostile_text}
     monkeypatch.setattr(promises, "PROMISES", [each for each in promises.PROMISES if each not in elsewhere])
-    registered: list[type[envs.TextEnv]] = []
 
     def run(name: str, kind: type[envs.TextEnv] | None = None, **options: Any) -> list[str]:
         if kind is not None:
-            registered.append(kind)
             envs.register(kind)
             spec = gymnasium.registry[envs.gymnasium_id(kind)]
             spec.entry_point = kind
         return promises.broken_promises(Subject(name, options, episodes=20))
 
-    yield run
-    for kind in registered:
-        del envs._ENVS[kind.name], gymnasium.registry[envs.gymnasium_id(kind)]
+    return run
 
 
 # -- Gymnasium ---------------------------------------------------------------------------------------------------------

@@ -33,19 +33,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch):
-    made: list[type[TextEnv]] = []
-    monkeypatch.setattr(envs, "_ENVS", dict(envs._ENVS))
-
+def register(own_environments: None):
     def run(kind: type[TextEnv]) -> type[TextEnv]:
-        made.append(kind)
         base.draw_level.cache_clear()
         envs.register(kind)
         return kind
 
     yield run
-    for kind in made:
-        gymnasium.registry.pop(envs.gymnasium_id(kind), None)
     base.draw_level.cache_clear()
 
 
@@ -379,11 +373,11 @@ def test_demonstrations_fall_back_to_what_there_is(register):
     assert row["messages"][2]["mask_spans"] == [[0, len("<think></think>")]]
     source = Source(kind="demonstrations", path="embedded", rows=2, envs=[EnvSection(name="walk")])
     with pytest.raises(UserError, match=r"data.sources.0.envs: The environment walk cannot be demonstrated: .*players"):
-        list(reading._generated(source, "data.sources.0", 0))
+        list(reading.read_rows(source, "data.sources.0", 0))
     register(variant(Say, step=lambda self, action: {}["no"]))
     source = Source(kind="demonstrations", path="embedded", rows=2, envs=[EnvSection(name="say")])
     with pytest.raises(UserError, match=r"raised KeyError: 'no'.*env check"):
-        list(reading._generated(source, "data.sources.0", 0))
+        list(reading.read_rows(source, "data.sources.0", 0))
 
 
 def test_a_model_is_compared_with_the_players_that_are_there(register):
@@ -543,7 +537,7 @@ HARMED = {  # how an answer is read -> what the check says
     "eval(action)": "it executed the text of an answer",
     "len(action.split('||')[1])": "it raised IndexError: list index out of range (careless.py, line",
     "__import__('os')._exit(3) if '((((' in action else 0": "ended its process with exit code 3",
-    "__import__('time').sleep(60) if '[[[' in action else 0": "was not read within 3 seconds",
+    "__import__('signal').pause() if '[[[' in action else 0": "was not read within 3 seconds",
     "setattr(self, 'left', 0)": "it succeeded",
 }
 CARELESS = """

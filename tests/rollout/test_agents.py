@@ -6,12 +6,14 @@ Most programs here are of the standard library alone, which starts at once.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,11 +22,15 @@ import torch
 from test_rollout import model as model  # a fixture
 from test_vllm_server import connected, llama, standing_in
 from transformers import PreTrainedModel
+from waiting import wait_until
 
 from posttrain.config import EnvSection, ProtocolSection
 from posttrain.models.chat import Chat
 from posttrain.rollout.agents import programs
+from posttrain.rollout.agents.game import AgentGame
 from posttrain.rollout.agents.programs import Clock
+from posttrain.rollout.agents.requests import Asked
+from posttrain.rollout.agents.server import AgentServer
 from posttrain.rollout.engines.base import Histories
 from posttrain.rollout.episodes import Context, new_episode, open_sampler, play
 from posttrain.types import Completion, SamplingParams, Trajectory
@@ -32,7 +38,7 @@ from posttrain.types import Completion, SamplingParams, Trajectory
 PARAMS = SamplingParams(max_new_tokens=64)
 ROOT = Path(__file__).parents[2]
 ASK = """
-import http.client, json, os, sys, time
+import http.client, json, os, signal, sys
 from urllib.parse import urlsplit
 
 def send(body, path="/chat/completions", headers={}, key=None, timeout=60):
@@ -55,17 +61,26 @@ row = json.load(sys.stdin)
 
 
 class Answering(Histories):
-    """An engine that writes what a function of the conversation's text says. With `pause` each turn takes a while."""
+    """An engine that writes what a function of the conversation's text says.
 
-    def __init__(self, chat: Chat, answer: Callable[[str], str], pause: float = 0.0) -> None:
+    It begins when `ready` is true, and `then` is called when it has told what it has written.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        answer: Callable[[str], str],
+        ready: Callable[[], object] = lambda: True,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
         super().__init__()
-        self.chat, self.answer, self.pause = chat, answer, pause
+        self.chat, self.answer, self.ready, self.then = chat, answer, ready, then
         self.most_open = self.written = 0
 
     def converse(self, turns, params, then) -> None:
         while turns:
             self.most_open = max(self.most_open, len(self._ids))
-            time.sleep(self.pause)
+            wait_until(self.ready)
             finished = []
             for handle, _ in turns:
                 text = self.answer(str(self.chat.tokenizer.decode(self._ids[handle])))
@@ -75,6 +90,28 @@ class Answering(Histories):
                 done = ids[-1] == self.chat.stop_id
                 finished.append((handle, Completion(ids, [-0.5] * len(ids), done)))
             turns = then(finished)
+            self.then()
+
+    def still_open(self) -> int:
+        """Return how many conversations are open."""
+        return len(self._ids)
+
+
+@pytest.fixture
+def arrived(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """The requests that have come to the thread that plays."""
+    came: list[Asked] = []
+    admit = AgentServer.admit
+
+    def admitting(server: AgentServer, game: AgentGame, ask: Callable[[AgentGame, Asked], None]) -> str:
+        def noted(game: AgentGame, asked: Asked) -> None:
+            ask(game, asked)
+            came.append(asked)
+
+        return admit(server, game, noted)
+
+    monkeypatch.setattr(AgentServer, "admit", admitting)
+    return came
 
 
 def section(tmp_path: Path, code: str, *, rewards: Any = None, **agent: Any) -> EnvSection:
@@ -180,27 +217,38 @@ def printed(prompts: Any, completions: Any, output: list[str], exit_code: list[i
     return [float(text.strip() == said[-1]["content"]) for text, said in zip(output, completions, strict=True)]
 
 
-def test_a_short_timeout_gets_the_answer_in_the_end(tmp_path: Path, tiny_chat: Chat) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_short_timeout_gets_the_answer_in_the_end(
+    tmp_path: Path, tiny_chat: Chat, arrived: list[Asked], late: bool
+) -> None:
     """Whether the repeated request comes while its answer is written or after it."""
-    for wait in (0.0, 0.8):
-        env = section(
-            tmp_path,
-            f"""
-            messages = [user(row["question"])]
-            for number in range(9):
-                try:
-                    again = {{"x-stainless-retry-count": str(number)}}
-                    status, text = send({{"messages": messages}}, headers=again, timeout=0.3)
-                    break
-                except TimeoutError:
-                    time.sleep({wait})
-            print(json.loads(text)["choices"][0]["message"]["content"])
-            """,
-            rewards=[f"{__name__}:printed"],
-        )
-        sampler = Answering(tiny_chat, echo, pause=0.5)
-        (t,) = played(sampler, tiny_chat, env)
-        assert (t.crashed, t.turns, t.reward, sampler.written) == ("", 1, 1.0, 1)
+    os.mkfifo(tmp_path / "written")
+    written = os.open(tmp_path / "written", os.O_RDWR)
+    env = section(
+        tmp_path,
+        f"""
+        messages = [user(row["question"])]
+        for number in range(9):
+            try:
+                again = {{"x-stainless-retry-count": str(number)}}
+                status, text = send({{"messages": messages}}, headers=again, timeout=0.3)
+                break
+            except TimeoutError:
+                pass
+            if {late}:
+                open({str(tmp_path / "written")!r}, "rb", 0).read(1)
+        print(json.loads(text)["choices"][0]["message"]["content"])
+        """,
+        rewards=[f"{__name__}:printed"],
+    )
+
+    def ready() -> bool:
+        return bool(arrived) and arrived[0].left if late else any(each.retry for each in arrived)
+
+    sampler = Answering(tiny_chat, echo, ready, lambda: os.write(written, b"x"))
+    (t,) = played(sampler, tiny_chat, env)
+    os.close(written)
+    assert (t.crashed, t.turns, t.reward, sampler.written) == ("", 1, 1.0, 1)
 
 
 def test_answers_end_where_the_program_says(tmp_path: Path, tiny_chat: Chat) -> None:
@@ -228,9 +276,9 @@ def test_answers_end_where_the_program_says(tmp_path: Path, tiny_chat: Chat) -> 
 HOSTILE = {
     "never_calls": ("", {}, "the model was asked for no answer, and it ended with exit code 0", 0),
     "raises": ("ask([user('a')]); 1 / 0", {}, "exit code 1: ZeroDivisionError", 1),
-    "hangs": ("ask([user('a')]); time.sleep(60)", {"seconds": 1.0}, "took more than 1 s", 1),
+    "hangs": ("ask([user('a')]); signal.pause()", {"seconds": 1.0}, "took more than 1 s", 1),
     "ignores_sigterm": (
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); ask([user('a')]); time.sleep(60)",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); ask([user('a')]); signal.pause()",
         {"seconds": 1.0},
         "took more than 1 s",
         1,
@@ -262,7 +310,7 @@ def test_a_program_that_never_ends_is_truncated_and_scored(tmp_path: Path, tiny_
     assert t.failure == "wrong answer" and len(t.messages) == 6
 
 
-def test_parallel_requests_share_the_turns_that_are_left(tmp_path: Path, tiny_chat: Chat) -> None:
+def test_parallel_requests_share_the_turns_that_are_left(tmp_path: Path, tiny_chat: Chat, arrived: list[Asked]) -> None:
     code = """
         import threading
         def one(n):
@@ -273,20 +321,26 @@ def test_parallel_requests_share_the_turns_that_are_left(tmp_path: Path, tiny_ch
         for job in jobs: job.start()
         for job in jobs: job.join()
         """
-    (t,) = played(Answering(tiny_chat, echo, pause=0.1), tiny_chat, section(tmp_path, code, turns=4))
+    sampler = Answering(tiny_chat, echo, lambda: len(arrived) == 8)
+    (t,) = played(sampler, tiny_chat, section(tmp_path, code, turns=4))
     assert (t.crashed, t.turns, t.truncated, t.failure) == ("", 4, True, "wrong answer")
 
 
-def test_requests_that_nobody_waits_for_take_no_turn(tmp_path: Path, tiny_chat: Chat) -> None:
+def test_requests_that_nobody_waits_for_take_no_turn(tmp_path: Path, tiny_chat: Chat, arrived: list[Asked]) -> None:
     code = """
         for n in range(5):
             try:
                 send({"messages": [user(row["question"] + str(n))]}, timeout=0.05)
             except TimeoutError:
                 pass
-        ask([user(row["question"])])
+        ask([user("last")])
         """
-    sampler = Answering(tiny_chat, echo, pause=1.0)
+
+    def ready() -> bool:
+        wanted = [each.messages[0]["content"] for each in arrived if not each.left]
+        return wanted == ["last"]
+
+    sampler = Answering(tiny_chat, echo, ready)
     (t,) = played(sampler, tiny_chat, section(tmp_path, code, turns=2))
     assert (t.crashed, t.turns, t.truncated) == ("", 1, False) and sampler.written < 5
 
@@ -310,10 +364,10 @@ def test_half_a_surrogate_pair_harms_nothing(tmp_path: Path, tiny_chat: Chat) ->
 def test_what_a_program_started_ends_with_it(tmp_path: Path, tiny_chat: Chat) -> None:
     code = f"""
         import subprocess
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
         if os.fork() == 0:
-            time.sleep(600)
+            signal.pause()
         ask([user("a")])
         os._exit(0)
         """
@@ -363,7 +417,7 @@ def test_the_reward_after_the_last_turn_is_not_chance(tmp_path: Path, tiny_chat:
 
 def test_programs_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     pid = str(tmp_path / "pid")
-    child = f"import os, time; open({pid!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    child = f"import os, signal; open({pid!r}, 'w').write(str(os.getpid())); signal.pause()"
     code = f"""
 import os, sys, threading
 sys.path[:0] = {[str(ROOT), str(ROOT / "tests/rollout")]!r}
@@ -387,11 +441,13 @@ os.kill(os.getpid(), 9)
 
 def gone(process: int) -> None:
     """Wait until a process has ended."""
-    for _ in range(100):
-        if not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.05)
-    raise AssertionError("it still runs")
+
+    def ended() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+        return True
+
+    wait_until(ended)
 
 
 def test_a_prompt_that_is_too_long_is_refused_as_openai_does(tmp_path: Path, tiny_chat: Chat) -> None:
@@ -434,7 +490,7 @@ def test_many_programs_are_the_same_whatever_runs_beside_them(
     env = section(
         tmp_path,
         """
-        import random, threading
+        import random, threading, time
         time.sleep(random.random() / 5)
         messages = [user(row["question"])]
         messages += [said(ask(messages)), user("more")]
@@ -479,7 +535,8 @@ def test_no_more_conversations_are_open_than_slots(tmp_path: Path, tiny_chat: Ch
         """
     sampler = Answering(tiny_chat, echo)
     found = played(sampler, tiny_chat, section(tmp_path, code, parallel=8), 8, slots=3)
-    assert all(t.turns == 4 and t.crashed == "" for t in found) and sampler.most_open <= 3 and not sampler._ids
+    assert all(t.turns == 4 and t.crashed == "" for t in found) and sampler.most_open <= 3
+    assert not sampler.still_open()
 
 
 @pytest.mark.thorough
@@ -527,17 +584,16 @@ def test_tools_and_streams_through_the_openai_client(tmp_path: Path, tiny_chat: 
     assert sampled(tiny_chat, t) == [call, "It is 2."]
 
 
-def test_the_clock_stands_still_while_the_model_writes() -> None:
+def test_the_clock_stands_still_while_the_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100]
+    monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: now[0]))
     clock = Clock()
-    clock.wait(1)
-    clock.wait(1)
-    time.sleep(0.2)
-    clock.wait(-1)
-    time.sleep(0.1)
-    clock.wait(-1)
-    assert clock.seconds() < 0.1
-    time.sleep(0.1)
-    assert 0.05 < clock.seconds() < 0.25
+    for seconds, more in [(1, 1), (2, 1), (4, -1), (8, -1)]:
+        now[0] += seconds
+        assert clock.seconds() == 1
+        clock.wait(more)
+    now[0] += 16
+    assert clock.seconds() == 17
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from test_sampler import check_logprobs, conversation, serve
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from waiting import wait_until
 
 from posttrain.models.chat import Chat
 from posttrain.rollout.engine import open_servers
@@ -266,21 +267,25 @@ def test_weights_that_come_between_turns_count_from_the_next_turn_on(tmp_path: P
                 assert logprobs[start + n - 1, token].item() == pytest.approx(logprob, abs=1e-4)
 
 
+def before_third(sampler: Any, act: Callable[[], None]) -> None:
+    """Act before the third time that a sampler sends turns to servers."""
+    honest, times = sampler._begin, itertools.count(1)
+
+    def begin(turns: Any) -> None:
+        if next(times) == 3:
+            act()
+        honest(turns)
+
+    sampler._begin = begin
+
+
 def test_a_server_that_dies_costs_its_turns_alone(
     tmp_path: Path, tiny_chat: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = llama()
     with standing_in(tiny_chat, 2) as servers:
         sampler = connected(tiny_chat, model, servers, tmp_path)
-        honest, sizes = sampler._begin, []
-
-        def begin(turns: Any) -> None:
-            sizes.append(len(turns))
-            if len(sizes) == 3:
-                servers[0].die()
-            honest(turns)
-
-        sampler._begin = begin
+        before_third(sampler, servers[0].die)
         check_serves(sampler, tiny_chat, model)
         assert [server.url for server in sampler.servers.live] == [servers[1].url]
         assert f"The vLLM server at {servers[0].url} is lost" in capsys.readouterr().err
@@ -343,20 +348,17 @@ def test_servers_that_are_all_lost_are_tried_once_more(
         sampler = connected(tiny_chat, model, servers, tmp_path)
         sampler.ahead = ahead
         sampler.servers.renew()
-        begun, sizes, over = sampler._begin, [], threading.Event()
+        over = threading.Event()
 
-        def begin(turns: Any) -> None:
-            sizes.append(len(turns))
-            if len(sizes) == 3:
-                for server in servers:
-                    server.refusals = 1
-            begun(turns)
+        def refuse() -> None:
+            for server in servers:
+                server.refusals = 1
 
         def rescue() -> None:  # as the thread does that learns
             while ahead and not over.wait(0.05):
                 sampler.servers.rescue()
 
-        sampler._begin = begin
+        before_third(sampler, refuse)
         learner = threading.Thread(target=rescue)
         learner.start()
         check_serves(sampler, tiny_chat, model)
@@ -375,24 +377,17 @@ def test_a_server_that_was_started_again_writes_nothing_before_it_has_the_weight
         sampler = connected(tiny_chat, model, servers, tmp_path)
         sampler.servers.renew()
         sampler.ahead = True
-        begun, sizes, over = sampler._begin, [], threading.Event()
-
-        def begin(turns: Any) -> None:
-            sizes.append(len(turns))
-            if len(sizes) == 3:
-                servers[0].die()
-            begun(turns)
+        over = threading.Event()
 
         def rescue() -> None:  # as the thread does that learns
-            while sampler.servers.live:
-                time.sleep(0.01)
+            wait_until(lambda: not sampler.servers.live, 60)
             servers.append(StandIn(llama(seed=3), tiny_chat, port=servers[0].server_port))
             servers[1].hanging = {"/pause?mode=wait"}  # the first request of an update
             threading.Timer(0.5, servers[1].released.set).start()
             while not over.wait(0.05):
                 sampler.servers.rescue()
 
-        sampler._begin = begin
+        before_third(sampler, servers[0].die)
         learner = threading.Thread(target=rescue)
         learner.start()
         check_serves(sampler, tiny_chat, model)

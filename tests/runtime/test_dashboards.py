@@ -215,7 +215,7 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(
         with monkeypatch.context() as without:
             without.setattr(preflight.importlib.util, "find_spec", lambda name: None)
             with pytest.raises(UserError, match=f"report_to={kind} needs {kind}.*pip install '{requirement}'"):
-                preflight._check_libraries(config(tmp_path, "trackio", kind))
+                preflight.check_run(config(tmp_path, "trackio", kind))
 
 
 def test_wandb_without_an_account_says_so_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +229,7 @@ def test_wandb_without_an_account_says_so_before_the_run(tmp_path: Path, monkeyp
     for mode, answers in (("online", [False]), ("online", [True]), ("offline", [])):
         monkeypatch.setenv("WANDB_MODE", mode)
         known[:] = answers
-        if answers == [False]:
-            with pytest.raises(UserError, match="Log in with `wandb login`, set WANDB_MODE=offline"):
-                preflight._check_libraries(config(tmp_path, "wandb"))
-        else:
-            preflight._check_libraries(config(tmp_path, "wandb"))
-        assert known == []
+        with pytest.raises(UserError) as refused:  # there is no model either
+            preflight.check_run(config(tmp_path, "wandb"))
+        asked = "Log in with `wandb login`, set WANDB_MODE=offline" in str(refused.value)
+        assert asked == (answers == [False]) and known == []

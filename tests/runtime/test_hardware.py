@@ -52,7 +52,7 @@ def test_a_mac_gpu_is_taken_when_it_is_asked_for_alone(
     for key, value in (("model.tuning", "qlora"), ("model.attn_implementation", "flex_attention")):
         file = settings(tmp_path / "run.yaml", tmp_path, device="mps")
         with pytest.raises(UserError, match=key):
-            preflight._check_libraries(resolve(StarPORun, file, [f"{key}={value}"]))
+            preflight.check_run(resolve(StarPORun, file, [f"{key}={value}"]))
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", tmp_path, device="mps", trainer={"bf16": None}))
     assert hardware.settle(cfg).trainer.bf16 is False
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import itertools
 import json
@@ -26,9 +27,15 @@ def plain_console() -> tuple[Console, io.StringIO]:
     return Console(file=text, force_terminal=False, width=200), text
 
 
-def test_without_a_terminal_lines_are_few_and_carry_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, for the test to set."""
+    seconds = [0.0]
+    monkeypatch.setattr(runlog.time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+def test_without_a_terminal_lines_are_few_and_carry_rate_and_time_left(now: list[float]) -> None:
     console, text = plain_console()
     with runlog.Progress(total=400, title="phase 1", start=200, console=console) as progress:
         for step in range(201, 401):
@@ -52,8 +59,7 @@ def test_the_last_state_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_what_ends_early_says_where(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     """Also where the last state has been said before, as one among others."""
-    now = itertools.count(0.0, 6.0)
-    monkeypatch.setattr(runlog.time, "monotonic", now.__next__)
+    monkeypatch.setattr(runlog.time, "monotonic", itertools.count(0.0, 6.0).__next__)
     console, text = plain_console()
     if terminal:
         console = Console(file=text, force_terminal=True, width=120)
@@ -81,9 +87,7 @@ def test_tables_are_not_cut_where_there_is_no_terminal(
     assert max(map(len, told.splitlines())) < 2000  # no wider than the table
 
 
-def test_slow_steps_are_given_in_seconds_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
+def test_slow_steps_are_given_in_seconds_per_step(now: list[float]) -> None:
     console, text = plain_console()
     with runlog.Progress(total=1000, title="t", console=console) as progress:
         now[0] = 8.0
@@ -179,14 +183,17 @@ def test_memory_of_a_gpu_can_grow_unless_the_user_says_otherwise(
 
 
 STOPS = """
-import os, signal, sys, time
+import fcntl, os, signal, sys
 from posttrain.runtime import runlog
+seen, told = os.pipe()
+os.set_blocking(told, False)
+signal.set_wakeup_fd(told)
 with runlog.StopSignals() as stop:
-    if os.environ["RANK"] == "0":
-        print("ready", flush=True)
+    print("ready", flush=True)
     while not stop.requested:
-        time.sleep(0.01)
-    time.sleep(0.5)
+        os.read(seen, 1)
+    print("stopping", flush=True)
+    fcntl.flock(open(os.environ["LOCK"]), fcntl.LOCK_SH)  # as long as a checkpoint takes
     stop.leave()
 """
 
@@ -194,21 +201,22 @@ with runlog.StopSignals() as stop:
 def launched(tmp_path: Path, program: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(program)
-    return subprocess.Popen(
-        [sys.executable, "-m", "posttrain.runtime.parallel", "--standalone", "--nproc_per_node", "2", str(script)],
-        cwd=Path(runlog.__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(runlog.__file__).parents[2])},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "posttrain.runtime.parallel", "--standalone", "--nproc_per_node", "2", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LOCK": str(tmp_path / "lock")}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.thorough
 def test_the_launcher_ends_as_its_processes_do(tmp_path: Path) -> None:
     """143 after SIGTERM, once they have written their checkpoint, and 2 for a mistake of the user's."""
-    process = launched(tmp_path, STOPS)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = launched(tmp_path, STOPS)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(signal.SIGTERM)
+        assert [process.stdout.readline() for _ in range(2)] == ["stopping\n"] * 2
+        assert process.poll() is None
     assert process.wait(timeout=120) == 143
     assert launched(tmp_path, "import sys; sys.exit(2)").wait(timeout=120) == 2
 
@@ -224,9 +232,9 @@ def test_a_signal_ends_work_that_is_done_again_at_once(capsys: pytest.CaptureFix
             pytest.fail("it has begun")
 
 
-def test_a_signal_that_the_launcher_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
+def test_a_signal_that_the_launcher_passes_on_is_no_second_one(
+    now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with runlog.StopSignals() as stop:
         for _ in range(2):

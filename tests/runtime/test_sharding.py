@@ -45,6 +45,13 @@ FSDP2 = {
 }
 LORA = {"tuning": "lora", "lora": {"r": 4, "alpha": 8}}
 SCRIPTS = {"sft": train_phase1_sft, "dpo": train_phase2_dpo}
+PHASES = {"sft": "phase 1", "dpo": "phase 2"}
+ZERO3 = {
+    "ACCELERATE_USE_DEEPSPEED": "True",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +85,17 @@ def launched(count: int, *command: str, env: dict[str, str] = FSDP2) -> Any:
     return python("tests/ranks.py", str(count), *(f"{key}={value}" for key, value in env.items()), *command)
 
 
+def succeeds(count: int, *command: str, env: dict[str, str] = FSDP2) -> Any:
+    done = launched(count, *command, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def remove(run: Path, *folders: str) -> None:
+    for folder in folders:
+        shutil.rmtree(run / folder)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in checkpoint.weight_files(folder) for name, tensor in load_file(file).items()}
 
@@ -100,38 +118,33 @@ def equal(what: str, one: Path, other: Path, figures: tuple[str, ...] = ("loss",
 # -------------------------------------------------------------------------------------------------- phases 1 and 2
 
 
+def on_one_and_several(
+    tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, count: int, env: dict[str, str]
+) -> list[str]:
+    """A run on one process, in one/, and the same on several, in run/; returns the command of the second."""
+    file = config_in(tmp_path, files, phase, LORA if tuning == "lora" else {})
+    SCRIPTS[phase].main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    command = [script(phase), "--config", str(file), f"trainer.gradient_accumulation_steps={4 // count}"]
+    succeeds(count, *command, env=env)
+    return command
+
+
 @pytest.mark.thorough
-def test_fsdp2_trains_supervised_equal_to_one_process(tmp_path: Path, files: SimpleNamespace) -> None:
+@pytest.mark.parametrize("tuning", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phase", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_fsdp2_equal_to_one_process(
+    tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, count: int
+) -> None:
     """With whole checkpoints and an ordinary final/."""
-    file = config_in(tmp_path, files, "sft", {})
-    train_phase1_sft.main(["--config", str(file), f"output_dir={tmp_path}/one"])
-    half = [script("sft"), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
-    done = launched(2, *half)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 processes" in done.stderr + done.stdout and done.stdout.count("Saved") == 1
-    equal("phase 1, full, FSDP2 | 2", tmp_path / "one", tmp_path / "run")
+    on_one_and_several(tmp_path, files, phase, tuning, count, FSDP2)
+    equal(f"{PHASES[phase]}, {tuning}, FSDP2 | {count}", tmp_path / "one", tmp_path / "run")
     run = tmp_path / "run"
     kept = weights(run / "final")
     assert AutoModelForCausalLM.from_pretrained(run / "final").state_dict().keys() >= kept.keys()
     assert json.loads((run / "checkpoint-2" / "counts.json").read_text())["sharding"] == "fsdp2"
-    AutoModelForCausalLM.from_pretrained(run / "checkpoint-2")  # whole as well
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("phase", "tuning", "count"),
-    [("sft", "full", 4), ("sft", "lora", 2), ("sft", "lora", 4)]
-    + [("dpo", tuning, count) for tuning in ("full", "lora") for count in (2, 4)],
-)
-def test_fsdp2_equal_to_one_process(
-    tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, count: int
-) -> None:
-    file = config_in(tmp_path, files, phase, LORA if tuning == "lora" else {})
-    SCRIPTS[phase].main(["--config", str(file), f"output_dir={tmp_path}/one"])
-    share = f"trainer.gradient_accumulation_steps={4 // count}"
-    done = launched(count, script(phase), "--config", str(file), share)
-    assert done.returncode == 0, done.stderr[-3000:]
-    equal(f"phase {1 if phase == 'sft' else 2}, {tuning}, FSDP2 | {count}", tmp_path / "one", tmp_path / "run")
+    if tuning == "full":
+        AutoModelForCausalLM.from_pretrained(run / "checkpoint-2")  # whole as well
 
 
 @pytest.mark.slow
@@ -145,19 +158,13 @@ def test_resumed_equal_to_one_process(
     tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, sharded: bool, before: int, after: int
 ) -> None:
     """The accumulation makes up for the processes: each step has the rows that it would have had."""
-    file = config_in(tmp_path, files, phase, LORA if tuning == "lora" else {})
-    SCRIPTS[phase].main(["--config", str(file), f"output_dir={tmp_path}/one"])
     env = FSDP2 if sharded else {}
-    command = [script(phase), "--config", str(file), f"trainer.gradient_accumulation_steps={4 // before}"]
-    done = launched(before, *command, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for folder in ("checkpoint-4", "checkpoint-5", "final"):
-        shutil.rmtree(tmp_path / "run" / folder)
-    done = launched(after, *command, "--resume", env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = on_one_and_several(tmp_path, files, phase, tuning, before, env)
+    remove(tmp_path / "run", "checkpoint-4", "checkpoint-5", "final")
+    done = succeeds(after, *command, "--resume", env=env)
     told = f"now on {after}: with gradient_accumulation_steps={4 // after} a step has the same 8 rows"
     assert "checkpoint-2" in done.stdout and (told in done.stdout) == (after != before)
-    what = f"phase {1 if phase == 'sft' else 2}, {tuning}, {'FSDP2' if sharded else 'copies'}, resumed at step 2"
+    what = f"{PHASES[phase]}, {tuning}, {'FSDP2' if sharded else 'copies'}, resumed at step 2"
     equal(f"{what} | {before}, then {after}", tmp_path / "one", tmp_path / "run")
 
 
@@ -168,11 +175,10 @@ def test_grouped_rows_equal_to_one_process(tmp_path: Path, files: SimpleNamespac
     file = config_in(tmp_path, files, "sft", {}, train_sampling_strategy="group_by_length", **steps)
     train_phase1_sft.main(["--config", str(file), f"output_dir={tmp_path}/one"])
     command = [script("sft"), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
-    assert launched(2, *command, env={}).returncode == 0
+    succeeds(2, *command, env={})
     for processes in (1, 2):
-        for folder in ("checkpoint-12", "final"):
-            shutil.rmtree(tmp_path / "run" / folder)
-        assert launched(processes, *command, "--resume", env={}).returncode == 0
+        remove(tmp_path / "run", "checkpoint-12", "final")
+        succeeds(processes, *command, "--resume", env={})
         equal(f"phase 1, full, copies, grouped by length | 2, then {processes}", tmp_path / "one", tmp_path / "run")
 
 
@@ -184,24 +190,12 @@ def test_deepspeed_equal_to_one_process(
     tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, stage: int, count: int
 ) -> None:
     pytest.importorskip("deepspeed")
-    file = config_in(tmp_path, files, phase, LORA if tuning == "lora" else {})
-    SCRIPTS[phase].main(["--config", str(file), f"output_dir={tmp_path}/one"])
-    env = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-        "DS_ACCELERATOR": "cpu",
-    }
-    command = [script(phase), "--config", str(file), f"trainer.gradient_accumulation_steps={4 // count}"]
-    done = launched(count, *command, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    what = f"phase {1 if phase == 'sft' else 2}, {tuning}, ZeRO {stage}"
+    env = ZERO3 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage), "DS_ACCELERATOR": "cpu"}
+    command = on_one_and_several(tmp_path, files, phase, tuning, count, env)
+    what = f"{PHASES[phase]}, {tuning}, ZeRO {stage}"
     equal(f"{what} | {count}", tmp_path / "one", tmp_path / "run")
-    for folder in ("checkpoint-4", "checkpoint-5", "final"):
-        shutil.rmtree(tmp_path / "run" / folder)
-    done = launched(count, *command, "--resume", env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
+    remove(tmp_path / "run", "checkpoint-4", "checkpoint-5", "final")
+    succeeds(count, *command, "--resume", env=env)
     equal(f"{what}, resumed at step 2 | {count}", tmp_path / "one", tmp_path / "run")
     done = launched(6 - count, *command, "--resume", env=env)
     assert done.returncode == 2 and "DeepSpeed's checkpoints hold one file for each process" in done.stderr
@@ -235,8 +229,7 @@ def updated(folder: Path, count: int, asked: dict[str, Any]) -> dict[str, Any]:
     asked = {"groups": 3, "members": 4, "trainer": {"micro_batch_tokens": 48}} | asked
     asked["trainer"] = {"micro_batch_tokens": 48} | asked["trainer"]
     file = folder / f"{count}.pt"
-    done = launched(count, "tests/sharded_updates.py", str(file), json.dumps(asked), env=FSDP2 if count > 1 else {})
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeeds(count, "tests/sharded_updates.py", str(file), json.dumps(asked), env=FSDP2 if count > 1 else {})
     return torch.load(file, weights_only=True)
 
 
@@ -281,11 +274,8 @@ def test_a_sharded_run_of_phase_3_is_equal_to_one_process(tmp_path: Path, player
     """Rollouts, evaluations and checkpoints; half of the run is sharded on two, and one process goes on unsharded."""
     file = test_phase3.settings(tmp_path / "run.yaml", player)
     test_phase3.train(file, f"output_dir={tmp_path / 'one'}")
-    done = launched(2, "train_phase3_starpo.py", "--config", str(file))
-    assert done.returncode == 0, done.stderr[-3000:]
-    for step in (3, 4):
-        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
-    shutil.rmtree(tmp_path / "run" / "final")
+    succeeds(2, "train_phase3_starpo.py", "--config", str(file))
+    remove(tmp_path / "run", "checkpoint-3", "checkpoint-4", "final")
     test_phase3.train(file, "--resume")
     for one, two in zip(test_phase3.rows(tmp_path / "one"), test_phase3.rows(tmp_path / "run"), strict=True):
         assert one["step"] == two["step"]
@@ -336,8 +326,7 @@ def test_phase_3_ends_that_loses_a_process_and_goes_on(
     command = ["train_phase3_starpo.py", "--config", str(file)]
     settings = [f"{key}={value}" for key, value in (env | {"PATIENCE": "5"}).items()]
     lose_the_second([*settings, *command], tmp_path / "run" / "checkpoint-2", number)
-    done = launched(2, *command, "--resume", env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeeds(2, *command, "--resume", env=env)
     trained = [row["step"] for row in test_phase3.rows(tmp_path / "run") if "policy/loss" in row]
     assert trained == list(range(1, 13))
 
@@ -351,13 +340,17 @@ def test_a_run_ends_that_loses_a_process_and_goes_on(tmp_path: Path, files: Simp
     command = [script("sft"), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
     settings = [f"{key}={value}" for key, value in (FSDP2 | {"PATIENCE": "5"}).items()]
     lose_the_second([*settings, *command], tmp_path / "run" / "checkpoint-20", number)
-    done = launched(2, *command, "--resume")
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeeds(2, *command, "--resume")
     equal(f"phase 1, full, FSDP2, a process that {'dies' if number == signal.SIGKILL else 'hangs'} | 2",
           tmp_path / "one", tmp_path / "run")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
+
+
+def set_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 def some_run(**changes: Any) -> SFTRun:
@@ -372,10 +365,7 @@ def some_run(**changes: Any) -> SFTRun:
 def test_the_files_of_accelerate_ask_for_what_is_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """As `accelerate launch` turns them into variables; a change of any setting that matters is refused."""
     file = ROOT / "configs" / "accelerate" / f"{name}.yaml"
-    variables = variables_of(file)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    for key, value in variables.items():
-        monkeypatch.setenv(key, value)
+    set_variables(monkeypatch, variables_of(file) | {"WORLD_SIZE": "8"})
     launcher.check_launch(some_run())
     assert launcher.sharding() == ("fsdp2" if name == "two_nodes" else name)
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -397,44 +387,29 @@ def variables_of(file: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("env", "words"),
+    ("right", "variable", "value", "words"),
     [
-        ({"FSDP_VERSION": "1"}, "fsdp_version: 2"),
-        ({"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}, "fsdp_state_dict_type: FULL_STATE_DICT"),
-        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
-        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "fsdp_cpu_ram_efficient_loading: false"),
-        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "trainer.gradient_checkpointing"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "yes"}, "ACCELERATE_USE_MEGATRON_LM=true.*fsdp2.yaml"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "1"}, "ACCELERATE_USE_PARALLELISM_CONFIG=true.*fsdp2.yaml"),
+        (FSDP2, "FSDP_VERSION", "1", "fsdp_version: 2"),
+        (FSDP2, "FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT", "fsdp_state_dict_type: FULL_STATE_DICT"),
+        (FSDP2, "FSDP_AUTO_WRAP_POLICY", "NO_WRAP", "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
+        (FSDP2, "FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "fsdp_cpu_ram_efficient_loading: false"),
+        (FSDP2, "FSDP_ACTIVATION_CHECKPOINTING", "true", "trainer.gradient_checkpointing"),
+        (FSDP2, "ACCELERATE_USE_MEGATRON_LM", "yes", "ACCELERATE_USE_MEGATRON_LM=true.*fsdp2.yaml"),
+        (FSDP2, "ACCELERATE_USE_PARALLELISM_CONFIG", "1", "ACCELERATE_USE_PARALLELISM_CONFIG=true.*fsdp2.yaml"),
+        (ZERO3, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "0", "zero_stage is 0. Write 1, 2 or 3"),
+        (ZERO3, "ACCELERATE_DEEPSPEED_ZERO3_INIT", "true", "zero3_init_flag: false"),
+        (ZERO3, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "false", "zero3_save_16bit_model: true"),
+        (ZERO3, "ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds.json", "no deepspeed_config_file"),
+        (ZERO3, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps: auto"),
     ],
 )
-def test_what_the_launcher_may_not_ask_for(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], words: str) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for key, value in (FSDP2 | env).items():
-        monkeypatch.setenv(key, value)
+def test_what_the_launcher_may_not_ask_for(
+    monkeypatch: pytest.MonkeyPatch, right: dict[str, str], variable: str, value: str, words: str
+) -> None:
+    set_variables(monkeypatch, right | {"WORLD_SIZE": "2", variable: value})
     with pytest.raises(UserError, match=words) as error:
         hardware.settle(some_run())
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "zero_stage is 0. Write 1, 2 or 3"),
-        ({"ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "zero3_init_flag: false"),
-        ({"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false"}, "zero3_save_16bit_model: true"),
-        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "no deepspeed_config_file"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps: auto"),
-    ],
-)
-def test_what_deepspeed_may_not_be_told(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], words: str) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    right = {"ACCELERATE_USE_DEEPSPEED": "True", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
-    right |= {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
-    for key, value in (right | env).items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match=words):
-        hardware.settle(some_run())
 
 
 @pytest.mark.parametrize(
@@ -447,9 +422,7 @@ def test_what_deepspeed_may_not_be_told(monkeypatch: pytest.MonkeyPatch, env: di
 def test_what_a_sharded_model_cannot_be(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str) -> None:
     cfg = some_run(**change)
     launcher.check_launch(cfg)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for key, value in FSDP2.items():
-        monkeypatch.setenv(key, value)
+    set_variables(monkeypatch, FSDP2 | {"WORLD_SIZE": "2"})
     with pytest.raises(UserError, match=words):
         launcher.check_launch(cfg)
 
@@ -463,8 +436,7 @@ def test_fewer_processes_than_asked_are_told(monkeypatch: pytest.MonkeyPatch) ->
     args = launch.launch_command_parser().parse_args(words)
     args, *_ = launch._validate_launch_command(args)
     made = prepare_simple_launcher_cmd_env(args)[1]
-    for key in set(made) - set(os.environ):
-        monkeypatch.setenv(key, made[key])
+    set_variables(monkeypatch, {key: made[key] for key in set(made) - set(os.environ)})
     with pytest.raises(UserError, match=r"was to start several processes and has started one.*two_cpu.yaml"):
         hardware.settle(some_run())
     monkeypatch.setenv("ACCELERATE_USE_CPU", "False")
@@ -516,8 +488,7 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for key, value in rank.items():
-            monkeypatch.setenv(key, value)
+        set_variables(monkeypatch, rank)
         with pytest.raises(UserError, match=rf"Port {port}, at which the processes.*in use.*--main_process_port"):
             parallel.join(torch.device("cpu"), timeout=5)
         with pytest.raises(SystemExit) as end:

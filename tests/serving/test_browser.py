@@ -265,11 +265,11 @@ def test_turns_and_pictures_of_an_episode_are_linked(visit: Callable[..., Any], 
 
 
 def test_tokens_are_shaded_by_each_of_their_figures(visit: Callable[..., Any], run: Path) -> None:
-    rows = [json.loads(line) for line in (run / "phase3" / "transcripts.jsonl").read_text().splitlines()]
     page = visit(run / "report.html")
     choose = page.locator("#recorded").get_by_label("shade tokens by")
-    said = next(message["content"] for message in rows[0]["messages"] if message["role"] == "assistant")
-    first = rows[0]["tokens"][0]
+    row = trained_episode(10, 0)
+    said = next(message["content"] for message in row["messages"] if message["role"] == "assistant")
+    first = row["tokens"][0]
     words = page.locator("#recorded .words").first
     seen = set()
     for kind in ("logprob", "entropy", "advantage", "loss"):
@@ -290,11 +290,10 @@ def test_tokens_are_shaded_by_each_of_their_figures(visit: Callable[..., Any], r
 
 
 def test_the_figures_of_tokens_are_reached_by_keyboard(visit: Callable[..., Any], run: Path) -> None:
-    rows = [json.loads(line) for line in (run / "phase3" / "transcripts.jsonl").read_text().splitlines()]
     page = visit(run / "report.html")
     shown = page.locator("#recorded")
     shown.get_by_label("shade tokens by").select_option("entropy")
-    first = rows[0]["tokens"][0]
+    first = trained_episode(10, 0)["tokens"][0]
     told, tokens = shown.locator(".shading output"), shown.locator(".words").first.locator(".token")
     assert shown.get_by_role("listbox", name="tokens of turn 1").get_by_role("option").count() == len(first["text"])
 

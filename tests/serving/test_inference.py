@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import itertools
 import json
@@ -20,12 +21,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from rich.console import Console
 from tiny_runs import ROOT, tiny_base
 from transformers import PreTrainedTokenizerFast
+from waiting import wait_until
 
 import envs
 import inference_with_improved_settings as script
@@ -45,6 +48,7 @@ from posttrain.types import SamplingParams, UserError, derive_seed, short_name
 CONTEXT = 1500
 Says = Callable[..., SimpleNamespace]
 GRIDS = ("frozen_lake", "sokoban")
+IMPROVED = SamplingParams(48, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +166,7 @@ def test_what_streams_is_what_the_rollout_engine_samples(
 def test_one_shot_prints_the_answer_alone_and_the_rest_beside(says: Says, generator: Generator) -> None:
     said = says("--prompt", "Hello?", "max_new_tokens=20")
     ids = generator.chat.prompt(user("Hello?"))
-    improved = SamplingParams(20, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)
+    improved = dataclasses.replace(IMPROVED, max_new_tokens=20)
     (expected,) = complete(sampler(generator), [ids], improved, [derive_seed(0, "chat", 0)])
     assert said.out == display.escape_control_characters(generator.chat.decode(expected.ids)) + "\n"
     assert said.err == "[cut after 20 tokens: max_new_tokens]\n"
@@ -170,18 +174,16 @@ def test_one_shot_prints_the_answer_alone_and_the_rest_beside(says: Says, genera
 
 def test_seeds_reproduce(says: Says) -> None:
     talk = "Hello?\nHello?\n"
-    first = says("max_new_tokens=12", stdin=talk).out
-    assert says("max_new_tokens=12", stdin=talk).out == first
-    assert says("--seed", "1", "max_new_tokens=12", stdin=talk).out != first
-    assert (
-        says("--seed", "1", "max_new_tokens=12", stdin=talk).out == says("seed=1", "max_new_tokens=12", stdin=talk).out
+    first, again, flag, key = (
+        says("max_new_tokens=12", *seed, stdin=talk).out for seed in ((), (), ("--seed", "1"), ("seed=1",))
     )
+    assert first == again != flag == key
 
 
 def test_the_preset_of_the_flag_answers(says: Says, recorded: list[SimpleNamespace]) -> None:
     for args in ((), ("--preset", "plain"), ("preset=plain",)):
         says("--prompt", "Hi", "max_new_tokens=2", *args)
-    improved = SamplingParams(2, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)
+    improved = dataclasses.replace(IMPROVED, max_new_tokens=2)
     assert [call.params for call in recorded] == [improved, SamplingParams(2), SamplingParams(2)]
 
 
@@ -410,25 +412,22 @@ def test_history_is_the_sampled_tokens_themselves(
 def test_a_full_context_drops_whole_turns_and_says_so(
     says: Says, answers: Callable[..., Any], tiny_chat: Chat, tmp_path: Path
 ) -> None:
-    shown = answers("a b c d e f g h i j k l m n o p")
+    answer = "a b c d e f g h i j k l m n o p"
+    shown = answers(answer)
     texts = [f"Question {n}: " + "which way? " * 15 for n in range(30)]
     file = tmp_path / "all.jsonl"
     said = says(stdin="\n".join([*texts, f"/save {file}"]))
-    answer = "a b c d e f g h i j k l m n o p"
     assert len(shown) == 30 and all(len(ids) + 128 <= CONTEXT for ids in shown)
     dropped = 0
     for n, ids in enumerate(shown):
-        seen = [start for start in range(n + 1) if ids == tiny_chat.prompt(history(texts[start : n + 1], answer))]
+        told = [part for text in texts[: n + 1] for part in (text, answer)][:-1]
+        seen = [start for start in range(n + 1) if ids == tiny_chat.prompt(user(*told[2 * start :]))]
         assert len(seen) == 1 and seen[0] >= dropped  # whole turns, always the latest ones
         dropped = seen[0]
     assert dropped > 5
     full = f"[the context of {CONTEXT} tokens is full: of the 29 turns so far the model sees the last {29 - dropped}]"
     assert full in said.err
     assert len(json.loads(file.read_text())["messages"]) == 60
-
-
-def history(texts: list[str], answer: str) -> list[dict[str, str]]:
-    return user(*(part for text in texts for part in (text, answer)))[:-1]
 
 
 def test_a_message_beyond_the_context(says: Says, answers: Callable[..., Any]) -> None:
@@ -550,8 +549,7 @@ def test_play_takes_the_environments_options_the_protocol_and_a_preset_asked_for
     assert [call.params for call in recorded] == [SamplingParams(9)] * 2  # as in the rollouts: no penalty, no filter
     recorded.clear()
     says("--play", "sokoban", "--preset", "improved", "protocol.max_turns=1")
-    improved = SamplingParams(48, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)
-    assert [call.params for call in recorded] == [improved]
+    assert [call.params for call in recorded] == [IMPROVED]
 
 
 def test_play_forgets_old_turns_and_ends_where_nothing_fits(says: Says, answers: Callable[..., Any]) -> None:
@@ -606,10 +604,7 @@ def test_every_cell_of_an_environment_has_a_colour_and_an_environment_without_a_
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (
-            ["--preset", "improve"],
-            "There is no preset `improve`, only improved, plain, greedy; did you mean",
-        ),
+        (["--preset", "improve"], "There is no preset `improve`, only improved, plain, greedy; did you mean"),
         (["--play", "frozen_lak"], 'frozen_lak: There is no environment "frozen_lak". Did you mean "frozen_lake"?'),
         (["--play", "sokoban", "envs=[{name: sokoban, options: {sise: 5}}]"], 'Did you mean "size"?'),
         (["--play", "sokoban", "envs=[{name: sokoban, options: {size: big}}]"], "--play sokoban: "),
@@ -782,7 +777,6 @@ def test_in_a_terminal(folder: Path) -> None:
         heard.until("endless> ")
         heard.more(200)
         os.write(ours, b"/preset\n")  # typed ahead: Ctrl-C does not drop it
-        time.sleep(0.2)
         os.write(ours, b"\x03")
         heard.until("tokens, ")  # and how many of them a second
         heard.until(" a second]")
@@ -803,13 +797,13 @@ def test_in_a_terminal(folder: Path) -> None:
         heard.until("you> ")
         os.write(ours, b"half a line\x02")  # Ctrl-B: one character back, which readline alone answers with a backspace
         heard.until("half a line\b")
-        time.sleep(0.5)  # a signal is heard once readline waits for the next key
+        wait_until(waits_for_a_key(started))  # a signal is heard once readline waits for the next key
         os.write(ours, b"\x03")
         heard.until("you> ")
         os.write(ours, f"/save {saved.with_name('whole.jsonl')}\n".encode())
         heard.until("2 turns written")  # nothing of the half line is left, and nothing is lost
         heard.until("you> ")
-        time.sleep(0.5)
+        wait_until(waits_for_a_key(started))
         os.write(ours, b"\x03")
         heard.until("interrupted")
         assert started.wait(timeout=120) == 130
@@ -825,6 +819,18 @@ def _take(terminal: int) -> None:
 
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would their children
+
+
+def waits_for_a_key(program: Any) -> Callable[[], bool]:
+    """Return what tells whether the main thread of a program has slept since the last look."""
+    looks: list[tuple[str, int]] = []
+
+    def look() -> bool:
+        process = psutil.Process(program.pid)
+        looks.append((process.status(), process.num_ctx_switches().voluntary))
+        return looks[-2:] == [(psutil.STATUS_SLEEPING, looks[-1][1])] * 2
+
+    return look
 
 
 class Listener:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import doctest
 import json
 import os
@@ -21,7 +20,7 @@ import httpx
 import openai
 import pytest
 from hypothesis import given, strategies as st
-from test_evaluate import tiny_model
+from test_evaluate import saved_model
 from tiny_runs import ROOT
 
 from posttrain import config
@@ -39,9 +38,7 @@ QUESTION = [{"role": "user", "content": "Which way?"}]
 
 @pytest.fixture(scope="module")
 def final(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
-    chat = copy.deepcopy(tiny_chat)
-    folder = tmp_path_factory.mktemp("serve") / "final"
-    return models.save(folder, tiny_model(chat, 0), chat, {}, source=ModelSection(name_or_path="x"))
+    return saved_model(tmp_path_factory.mktemp("serve") / "final", tiny_chat)
 
 
 @pytest.fixture(scope="module")
@@ -248,10 +245,7 @@ def test_it_samples_with_the_settings_of_the_request(client: openai.OpenAI, fina
         ({"max_tokens": "many"}, "max_tokens is 'many'"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [IMAGE]}, "type 'image_url': this model reads only text"),
-        (
-            {"messages": [{"role": "user", "content": "way " * 3000}]},
-            r"context .* has 2048 tokens\. The prompt has \d{4,}",
-        ),
+        ({"messages": [{"role": "user", "content": "way " * 3000}]}, r"has 2048 tokens\. The prompt has \d{4,}"),
         ({"max_tokens": 2045}, r"The prompt has \d+, and the answer may have 2045"),
         ({"top_logprobs": 3}, "top_logprobs is not supported"),
         ({"tool_choice": "required"}, "tool_choice is not supported"),
@@ -261,10 +255,7 @@ def test_it_samples_with_the_settings_of_the_request(client: openai.OpenAI, fina
         ({"extra_body": {"generation_config": '{"top_k": "x"}'}}, "generation_config: top_k is 'x'"),
         ({"extra_body": {"generation_config": '{"top_k": 1.5}'}}, r"top_k is 1\.5, not a whole number"),
         ({"extra_body": {"generation_config": '{"num_beams": 3}'}}, "'num_beams' is not supported here, only max"),
-        (
-            {"extra_body": {"generation_config": '{"custom_generate": "a/b"}'}},
-            "'custom_generate' is not supported here",
-        ),
+        ({"extra_body": {"generation_config": '{"custom_generate": "a/b"}'}}, "'custom_generate' is not supported"),
         ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "chat_template_kwargs is not supported"),
         ({"extra_body": {"logit_bias": [[5, 1]]}}, "logit_bias is not an object"),
         ({"logit_bias": {"512": 1}}, "'512' is not a token of this model, an integer below 512"),
@@ -438,15 +429,20 @@ def test_what_else_stands_in_a_message_changes_nothing(client: openai.OpenAI, fi
 def test_nothing_is_computed_for_a_client_that_has_gone(final: Path, stream: bool) -> None:
     model, chat = loaded(final)
     asked = {"messages": QUESTION, "max_tokens": 1500, "logit_bias": {str(chat.stop_id): -100}, "stream": stream}
-    calls, sent = [], []
-    model.register_forward_hook(lambda *_: calls.append(None))
+    calls, sent, enough = [], [], threading.Event()
+
+    def count(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            enough.set()
+
+    model.register_forward_hook(count)
 
     async def receive() -> dict[str, Any]:
         if not sent:
             sent.append("body")
             return {"type": "http.request", "body": json.dumps(asked).encode()}
-        while len(calls) < 3:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(enough.wait, 60)
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:

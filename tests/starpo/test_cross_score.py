@@ -76,8 +76,9 @@ def test_a_model_with_another_cache_reads_whole_sequences_and_says_so() -> None:
 
 def test_a_cache_that_computes_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama").eval()
-    whole = forward._PrefixLayer.update
-    monkeypatch.setattr(forward._PrefixLayer, "update", lambda self, k, v, *a: whole(self, k * 1.01, v * 1.5, *a))
+    layer = forward._PrefixLayer
+    whole = layer.update
+    monkeypatch.setattr(layer, "update", lambda self, k, v, *a: whole(self, k * 1.01, v * 1.5, *a))
     with pytest.warns(UserWarning, match="no standard KV cache"):
         found = cross_scores(model, PROMPTS, REASONINGS)
     assert torch.allclose(found, slow_scores(model, 1.0), atol=1e-4, rtol=1e-5)

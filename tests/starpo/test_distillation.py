@@ -17,6 +17,7 @@ from test_phase3 import rows, settings, train, weights
 from tiny_runs import python
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from envs.math_judge import MathJudge
 from posttrain import plan
 from posttrain.config.data import DataSection
 from posttrain.config.loading import load
@@ -284,7 +285,7 @@ def test_the_suites_of_former_phases_are_scored_as_the_evaluator_scores_them(
     found = suite_figures(whole / "run")
     assert list(found) == [0, 2, 3]
     cfg, _ = load(StarPORun, "configs/phase3_starpo.yaml", ["--config", str(whole / "run.yaml")])
-    evaluation, loaded = as_evaluation(cfg), Loaded()
+    evaluation, loaded = as_evaluation(cfg), Loaded(MathJudge())
     tasks = build_tasks(evaluation)
     measured = [row for task in tasks for row in run_task(evaluation, "policy", task, lambda _: None, loaded)]
     summary = summarise(evaluation, measured, {})

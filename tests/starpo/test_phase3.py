@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import envs
 import train_phase3_starpo as phase3
+from envs.math_judge import MathJudge
 from envs.players import demonstrate
 from envs.protocol import Protocol
 from posttrain.config.evaluation import EvaluateRun
@@ -254,6 +255,7 @@ def test_a_resumed_run_keeps_what_the_plan_chose(
         "rollout.slots": 16,
         "trainer.micro_batch_tokens": 2048,
         "trainer.gradient_checkpointing": False,
+        "rollout.cuda_graphs": False,
     }
     assert yaml.safe_load((tmp_path / "run" / "run_config.yaml").read_text())["rollout"]["slots"] is None
     monkeypatch.setitem(MOST_TOKENS, "cpu", 600)
@@ -542,7 +544,7 @@ def test_all_evaluations_agree_on_the_same_weights(whole: Path, tmp_path: Path) 
         "checkpoints": {"final": str(whole / "final"), "start": str(whole / "best-0")},
         "settings": [{"name": "sampled", "temperature": 1.0}], "suites": {"envs": suite},
     }  # fmt: skip
-    found, loaded = {}, Loaded()
+    found, loaded = {}, Loaded(MathJudge())
     for split, name in (("test", "final"), ("validation", "start")):
         suite["split"] = split
         (tmp_path / "evaluate.yaml").write_text(yaml.safe_dump(given))

@@ -175,7 +175,7 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
             problem = training_problem(rng)
             pair = problem["question"], worked_solution(problem["steps"])
         else:
-            topic = first_accepted(random_topic, lambda t: not topic_held_out(t), rng)
+            topic = topic_of_split(rng, for_evaluation=False)
             pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
         messages += [user(pair[0]), assistant(pair[1])]
     return messages
@@ -188,12 +188,18 @@ def _has_held_out(messages: Messages) -> bool:
     )
 
 
-def random_topic(rng: random.Random) -> str:
-    return f"{rng.choice(ADJECTIVES)} {rng.choice(PLACES)}"
+def topic_of_split(rng: random.Random, *, for_evaluation: bool) -> str:
+    return first_accepted(
+        lambda rng: f"{rng.choice(ADJECTIVES)} {rng.choice(PLACES)}",
+        lambda topic: held_out("topic", topic) == for_evaluation,
+        rng,
+    )
 
 
-def topic_held_out(topic: str) -> bool:
-    return held_out("topic", topic)
+def _open_questions(*, for_evaluation: bool) -> list[str]:
+    """Return every open question about a topic of this side of the split."""
+    topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if held_out("topic", f"{a} {p}") == for_evaluation]
+    return [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
 
 
 def fresh_answer(topic: str, rng: random.Random) -> list[str]:
@@ -222,7 +228,7 @@ def capybara(n: int, seed: int, open_share: float = 0.26, mixed_share: float = 0
         if kind < mixed_share:
             source, messages = "embedded-mixed", mixed_dialogue(rng, rng.randint(2, 6))
         elif kind < mixed_share + open_share:
-            source, topic = "embedded-open", first_accepted(random_topic, lambda t: not topic_held_out(t), rng)
+            source, topic = "embedded-open", topic_of_split(rng, for_evaluation=False)
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]
         else:
             source = "embedded-recall"
@@ -241,16 +247,14 @@ def recall_dialogues(n: int, seed: int) -> list[dict[str, Any]]:
 
 def training_prompts(n: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield at most n distinct open questions about training topics: {"prompt": "Tell me about the old lake."}."""
-    topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if not topic_held_out(f"{a} {p}")]
-    prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
+    prompts = _open_questions(for_evaluation=False)
     for prompt in random.Random(derive_seed(seed, "training_prompts")).sample(prompts, min(n, len(prompts))):
         yield {"prompt": prompt}
 
 
 def open_prompts(n: int, seed: int) -> list[str]:
     """Return distinct open questions about topics that no training row has."""
-    topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if topic_held_out(f"{a} {p}")]
-    prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
+    prompts = _open_questions(for_evaluation=True)
     if n > len(prompts):
         raise UserError(f"There are {len(prompts)} held-out open questions, fewer than suites.repetition.n={n}.")
     return random.Random(derive_seed(seed, "open_prompts")).sample(prompts, n)

@@ -14,12 +14,11 @@ from posttrain.data.embedded.conversations import (
     SENTENCES,
     fresh_answer,
     mixed_dialogue,
-    random_topic,
-    topic_held_out,
+    topic_of_split,
     with_repeats,
 )
 from posttrain.data.embedded.environments import early_turn, malformed
-from posttrain.data.embedded.splits import assistant, first_accepted, user
+from posttrain.data.embedded.splits import assistant, user
 from posttrain.types import derive_seed
 
 MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
@@ -38,7 +37,7 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
         wrong = rng.choice([str(number) for number in problem["operands"][1:] if str(number) != result] or ["0"])
         rejected = chosen.replace(f"boxed{{{result}}}", f"boxed{{{wrong}}}")
     else:
-        topic = first_accepted(random_topic, lambda t: topic_held_out(t) == held_out, rng)
+        topic = topic_of_split(rng, for_evaluation=held_out)
         prompt = [user(rng.choice(OPEN_ASKS).format(p=topic))]
         clean = fresh_answer(topic, rng)
         places = rng.sample(range(FIRST_COPY, SENTENCES), rng.randint(2, 4))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from transformers import Cache, PreTrainedModel
 
-from posttrain.models import attention_mask, backbone_states, fused_weights, text_config
+from posttrain.models import Kept, attention_mask, backbone_states, fused_weights, text_config
 from posttrain.rollout.engines.base import Histories, Then, TurnRequest
 from posttrain.rollout.engines.sampling import sample_tokens, uniforms
 from posttrain.runtime import CacheLayer, floats, integers, widest
@@ -91,6 +91,7 @@ class SlotRows(NamedTuple):
     position_B: torch.Tensor
     uniform_BN: torch.Tensor
     length_B: torch.Tensor
+    most_B: torch.Tensor  # tokens that the turn may have
     tokens_BN: torch.Tensor
     logprobs_BN: torch.Tensor
     seen_BV: torch.Tensor  # no columns without a repetition penalty
@@ -110,14 +111,17 @@ def write_token(
     rows.token_B.copy_(torch.where(done_B, rows.token_B, next_B))
     rows.position_B.add_(going_B)
     rows.length_B.add_(going_B)
-    return done_B | torch.isin(next_B, stop_ids) | (rows.length_B == rows.tokens_BN.shape[1] - 1)
+    return done_B | torch.isin(next_B, stop_ids) | (rows.length_B == rows.most_B)
 
 
 class Writing:
-    """The turns that are being written; each is in the row of its slot."""
+    """The turns that are being written; each is in the row of its slot.
+
+    `most` limits the tokens of turns that begin from now on; rows have room for `params.max_new_tokens`.
+    """
 
     def __init__(self, params: SamplingParams, vocabulary: int, stop_ids: list[int], device: torch.device) -> None:
-        self.params, self.device = params, device
+        self.params, self.device, self.most = params, device, params.max_new_tokens
         self.seen_size = vocabulary if params.repetition_penalty != 1.0 else 0
         self.stop_ids = torch.tensor(stop_ids, device=device)
         self.rows = self._fresh(0)
@@ -130,27 +134,28 @@ class Writing:
         size = self.params.max_new_tokens + 1  # a row that is done writes behind its turn
         written = zeros(size), zeros(size, dtype=torch.float32)
         uniform = zeros(size, dtype=widest(self.device))
-        return SlotRows(zeros(), zeros(), uniform, zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
+        seen = zeros(self.seen_size, dtype=torch.bool)
+        return SlotRows(zeros(), zeros(), uniform, zeros(), zeros(), *written, seen)
 
     @property
     def width(self) -> int:
         """How many rows the turns span."""
         return 1 + max(self.slots)
 
-    def _grow(self, count: int) -> None:
+    def grow(self, count: int) -> None:
         missing = count - len(self.rows.token_B)
         if missing > 0:
             self.rows = SlotRows._make(map(torch.cat, zip(self.rows, self._fresh(missing), strict=True)))
 
     def begin(self, slots: Sequence[int], ids: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """Begin a turn after these ids, in each of these slots."""
-        self._grow(1 + max(slots))
+        self.grow(1 + max(slots))
         slot_N, rows = torch.tensor(slots, device=self.device), self.rows
         rows.token_B[slot_N] = torch.tensor([row[-1] for row in ids], device=self.device)
         rows.position_B[slot_N] = torch.tensor([len(row) - 1 for row in ids], device=self.device)
         seed_N1 = torch.tensor(seeds, device=self.device)[:, None]
         rows.uniform_BN[slot_N] = uniforms(seed_N1, torch.arange(rows.uniform_BN.shape[1], device=self.device))
-        rows.length_B[slot_N] = 0
+        rows.length_B[slot_N], rows.most_B[slot_N] = 0, self.most
         rows.seen_BV[slot_N] = False
         if self.seen_size:
             for slot, row in zip(slots, ids, strict=True):
@@ -163,7 +168,7 @@ class Writing:
         free: for each row, the first position that its slot does not need; a row without a turn writes there.
         """
         width = len(free)
-        self._grow(width)
+        self.grow(width)
         idle = [slot for slot in range(width) if slot not in self.slots]
         done_B = torch.zeros(width, dtype=torch.bool, device=self.device)
         done_B[idle] = True
@@ -215,6 +220,7 @@ class SlotSampler(Histories):
         self._slot: dict[int, int] = {}
         self._readers: dict[tuple[int, ...], int] = {}  # the conversation that has read this prefix first
         self._vacant: list[int] = []
+        self._weights: Kept | None = None  # None: what `fused_weights` makes is freed after each rollout
 
     def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         assert all(len(prompt) > 0 for prompt in prompts)
@@ -233,16 +239,19 @@ class SlotSampler(Histories):
         self._readers = {ids: reader for ids, reader in self._readers.items() if reader not in gone}
         if not self._slot:
             self._vacant.clear()
-            for layer in self._layers:
-                layer.forget()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Free the cache, which no conversation needs any more."""
+        for layer in self._layers:
+            layer.forget()
 
     @torch.no_grad()
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         was_training = self.model.training
         self.model.eval()
-        vocabulary = text_config(self.model).vocab_size
-        writing = Writing(params, vocabulary, self.stop_ids, self.model.device)
-        with fused_weights(self.model):  # weights do not change before the last turn is written
+        writing = self._writing(params)
+        with fused_weights(self.model, self._weights):  # which do not change before the last turn is written
             while turns or writing.slots:
                 if turns:
                     handles = [handle for handle, _ in turns]
@@ -254,6 +263,10 @@ class SlotSampler(Histories):
                     self._gather(writing)
                 turns = then(self._write(writing))
         self.model.train(was_training)
+
+    def _writing(self, params: SamplingParams) -> Writing:
+        """Return what holds the turns of a rollout with these parameters."""
+        return Writing(params, text_config(self.model).vocab_size, self.stop_ids, self.model.device)
 
     # ------------------------------------------------------------------ the cache
 

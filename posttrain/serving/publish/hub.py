@@ -48,7 +48,6 @@ def upload(content: Content, repo: str, *, public: bool) -> str:
 
 @contextlib.contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Turn the errors of huggingface_hub into UserError."""
     try:
         yield
     except UserError:

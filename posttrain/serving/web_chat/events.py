@@ -20,9 +20,9 @@ def page_error(words: object) -> gradio.Error:
     return gradio.Error(str(words), print_exception=False)
 
 
-def wait_until_idle(what: Any, seconds: float = 60.0) -> None:
+def wait_until_idle(what: Any) -> None:
     """Wait for the end of a cancelled event, which still computes its last token when gradio reports the end."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + 60
     while what.busy and time.monotonic() < until:
         time.sleep(0.02)
 

@@ -40,7 +40,6 @@ class PlayTab:
         self.generators, self.cfg = generators, cfg
 
     def build(self) -> None:
-        """Lay out the tab and connect its events."""
         chosen = [env.title for env in self.cfg.envs]  # with options of the config
         titles = chosen + [name for name in envs.names() if name not in chosen]
         models = list(self.generators)
@@ -139,7 +138,6 @@ class PlayTab:
 
 
 def enabled(*, step: bool, stop: bool) -> tuple[Any, Any]:
-    """Return the buttons `Next turn` and `Stop`."""
     return gradio.Button(interactive=step), gradio.Button(interactive=stop)
 
 

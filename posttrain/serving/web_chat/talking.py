@@ -98,7 +98,6 @@ class ChatTab:
         self.generators, self.cfg, self.tools = generators, cfg, open_tools(cfg.tools)
 
     def build(self) -> None:
-        """Lay out the tab within a page."""
         cfg, names = self.cfg, list(self.generators)
         self.talk = gradio.State(Talk())
         with gradio.Row():
@@ -164,7 +163,6 @@ class ChatTab:
         return [choices, chosen, *sliders]
 
     def connect(self) -> None:
-        """Connect the events with their functions."""
         view = [*self.chatbots, self.figures]
         inputs = [self.beside, self.system, self.longest, *self.settings[0], *self.settings[1]]
         begun = self.message.submit(
@@ -208,9 +206,8 @@ class ChatTab:
         """Write a token on each side in turn, until the answers end, are stopped, or the page is closed."""
         request = self.read_settings(*inputs)
         talk.pending, talk.waiting, talk.busy, talk.seconds = text, True, True, {}
-        seed = derive_seed(
-            self.cfg.seed, "chat", talk.number
-        )  # the same for both sides: they differ in the model or the settings
+        # the same for both sides: they differ in the model or the settings
+        seed = derive_seed(self.cfg.seed, "chat", talk.number)
         began = drawn = time.monotonic()
         answers: list[Answering] = []
         try:
@@ -278,7 +275,6 @@ class ChatTab:
         return [getattr(self.cfg.presets[preset], name) for name in SLIDERS]
 
     def read_settings(self, beside: bool, system: str | None, longest: float, *settings: Any) -> MessageSettings:
-        """Read the values of the settings' components."""
         half, sides = len(settings) // 2, []
         for model, _, *values in (settings[:half], settings[half:])[: 1 + beside]:
             if model not in self.generators:

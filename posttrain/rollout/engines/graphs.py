@@ -1,0 +1,221 @@
+"""How is a token decoded without waiting for Python?  A step of the slot engine is a CUDA graph, which is replayed.
+
+A GPU takes less time for a decoding step of a small model than Python needs to launch its kernels; a CUDA graph
+launches them all at once. A graph holds addresses. So the cache has its full length from the start, and it, the rows
+and the copies of weights stay where they are from rollout to rollout. A graph is recorded once in a run for each
+number of rows (powers of two) and of positions (multiples of 256), and each kind of sampling. All graphs use one memory
+pool: one runs at a time, and what a step leaves behind is in tensors outside of it.
+
+Shapes: B rows of a step, S slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedModel
+
+from posttrain.rollout.engines.base import Then, TurnRequest
+from posttrain.rollout.engines.slots import SlotSampler, Writing
+from posttrain.runtime import runlog
+from posttrain.types import SamplingParams, one_line
+
+FEWEST_ROWS = 8
+FEWEST_TOKENS = 64  # that a row has room for; more are powers of two
+POSITIONS = 256  # a step reads a multiple of it
+MOST_KINDS = 8  # of sampling parameters that have graphs
+
+Step = Callable[[], object]
+
+
+class Recorder(Protocol):
+    """What records a step and gives its replay."""
+
+    def record(self, step: Step) -> Step:
+        """Record what a step does with its tensors, without doing it; return the replay."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Step) -> Step:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step()
+        return graph.replay
+
+
+class _LateCounts:
+    """Numbers from the device that are read a step late, while the device does the next step."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host_2 = torch.zeros(2, dtype=torch.long, pin_memory=on_gpu)
+        self._arrived = (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else None
+        self._sent = 0
+
+    def send(self, count: torch.Tensor) -> None:
+        place = self._sent % 2
+        self._host_2[place].copy_(count, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived[place].record()
+        self._sent += 1
+
+    def before_the_last(self) -> int | None:
+        """Return the number that was sent before the last one; None if there is none."""
+        if self._sent < 2:
+            return None
+        place = self._sent % 2
+        if self._arrived is not None:
+            self._arrived[place].synchronize()
+        return int(self._host_2[place])
+
+
+@dataclass
+class _Static:
+    """The tensors that the steps of some sampling parameters read and write, and their graphs by rows and positions."""
+
+    writing: Writing
+    done_S: torch.Tensor
+    going: torch.Tensor  # how many rows are not done, ()
+    graphs: dict[tuple[int, int], Step] = field(default_factory=dict[tuple[int, int], Step])
+
+
+class GraphSampler(SlotSampler):
+    """The slot engine with replayed steps. Its operations are the same; more rows and positions may take part.
+
+    Where a step cannot be recorded, a line says why, and steps are launched as the slot engine does.
+
+    Args:
+        recorder: records CUDA graphs unless another one is given.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stop_ids: Sequence[int],
+        pad_id: int,
+        longest: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(model, stop_ids, pad_id, longest)
+        self._recorder: Recorder | None = recorder or CudaRecorder()
+        self._weights = {}
+        self._static: dict[SamplingParams, _Static] = {}
+        self._now: _Static | None = None
+        self._seen: tuple[object, ...] = ()  # what recorded steps depend on, and rollouts may change
+        self.recorded = 0  # graphs, in all rollouts
+
+    def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
+        before, start = self.recorded, time.perf_counter()
+        super().converse(turns, params, then)
+        if made := self.recorded - before:
+            runlog.say(
+                f"Decoding: {made} CUDA graphs recorded in a rollout of {time.perf_counter() - start:.1f} s"
+                f" ({self.recorded} in all)."
+            )
+
+    def _writing(self, params: SamplingParams) -> Writing:
+        kind = self.model.device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        if (seen := (autocast, *self._dependencies())) != self._seen:
+            if self._seen and self._seen[0] != autocast:  # the cache has another precision
+                super()._forget()
+                self._readers.clear()
+                self._cached = dict.fromkeys(self._cached, 0)
+            self._static, self._weights, self._seen = {}, {}, seen
+        room = max(FEWEST_TOKENS, 1 << (params.max_new_tokens - 1).bit_length())
+        static = self._static.pop(roomy := replace(params, max_new_tokens=room), None)
+        if static is None:
+            device = self.model.device
+            done_S, going = torch.ones(0, dtype=torch.bool, device=device), torch.tensor(0, device=device)
+            static = _Static(super()._writing(roomy), done_S, going)
+        self._static[roomy] = static  # as the latest
+        if len(self._static) > MOST_KINDS:
+            del self._static[next(iter(self._static))]
+        static.writing.most = params.max_new_tokens
+        static.writing.slots.clear()  # of a rollout that was interrupted
+        self._now = static
+        return static.writing
+
+    def _dependencies(self) -> tuple[object, ...]:
+        """Return the addresses of the weights, and the adapters that are in use."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        adapters = [
+            (layer.merged, layer.disable_adapters, tuple(layer.active_adapters))
+            for layer in self.model.modules()
+            if isinstance(layer, BaseTunerLayer)
+        ]
+        return (*(each.data_ptr() for each in tensors), *adapters)
+
+    def _forget(self) -> None:
+        """Keep the cache, whose addresses the graphs have."""
+
+    def reserve(self, length: int) -> None:
+        before = self._sizes()
+        super().reserve(max(length, self.longest or 0))
+        if self._sizes() != before:  # the cache moves at its next use
+            for each in self._static.values():
+                each.graphs.clear()
+        slots, static = self._sizes()[0], self._now
+        if static is not None and len(static.done_S) < slots:
+            static.graphs.clear()
+            static.writing.grow(slots)
+            static.done_S = torch.ones(slots, dtype=torch.bool, device=static.done_S.device)
+
+    def _sizes(self) -> tuple[int, int]:
+        return self._layers[0].slots, self._layers[0].length
+
+    def _width(self, writing: Writing) -> int:
+        width = max(FEWEST_ROWS, 1 << (writing.width - 1).bit_length())
+        return min(width, self._layers[0].slots)
+
+    def _decode(self, writing: Writing, done_B: torch.Tensor, visible: int, enough: float) -> torch.Tensor:
+        static = self._now
+        assert static is not None and static.writing is writing
+        length, rows, counts = self._sizes()[1], len(done_B), _LateCounts(done_B.device)
+        static.done_S[:rows] = done_B
+        going: int | None = None
+        while going is None or going >= enough:
+            self._advance(static, rows, min(-(-visible // POSITIONS) * POSITIONS, length))
+            visible = min(visible + 1, length)
+            counts.send(static.going)
+            going = counts.before_the_last()
+        return static.done_S[:rows]
+
+    def _advance(self, static: _Static, rows: int, end: int) -> None:
+        """Write one token in each of these rows that is not done."""
+        if (replay := static.graphs.get((rows, end))) is not None:
+            replay()
+            return
+        step = partial(self._static_step, static, rows, end)
+        step()  # its kernels are loaded now, and the cache is where it stays
+        if self._recorder is None:
+            return
+        kind = self.model.device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        try:  # a weight that autocast has copied for the step would be freed before the graph is
+            with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+                static.graphs[rows, end] = self._recorder.record(step)
+            self.recorded += 1
+        except Exception as error:  # of the model's own code, of a library, of the driver
+            self._recorder = None
+            runlog.say(
+                f"Decoding goes on without CUDA graphs: a step of {type(self.model).__name__} cannot be recorded"
+                f" ({one_line(error)})."
+            )
+
+    def _static_step(self, static: _Static, rows: int, end: int) -> None:
+        done_B = static.done_S[:rows]
+        done_B.copy_(self._step(static.writing, done_B, end))
+        static.going.copy_((~done_B).sum())

@@ -1,0 +1,255 @@
+"""Do replayed decoding steps sample the tokens of launched ones, recorded once a size in all rollouts?
+
+`recording.ListRecorder` stands in for CUDA graphs. A token could differ honestly where its draw lies within rounding of
+the border of two tokens. `clear` asserts that in these conversations none does: the nearest draw is many times as far
+from a border as rounding moves it.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from recording import ListRecorder
+from test_sampler import PAD, PROMPTS, REPLIES, STOP, VOCABULARY, build, conversation, serve
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.rollout import engine as engines
+from posttrain.rollout.engines import graphs
+from posttrain.rollout.engines.graphs import GraphSampler
+from posttrain.rollout.engines.sampling import uniforms
+from posttrain.rollout.engines.slots import SlotSampler
+from posttrain.types import Completion, SamplingParams
+
+STOPS = [STOP, 7, 19, 33, 41, 55]  # so that turns differ in length
+NEAR = 5e-6  # rounding moves a draw by less than 1e-6
+LONGEST = 200
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions in steps of 16 instead of 256, so that short conversations come through several of them."""
+    monkeypatch.setattr(graphs, "POSITIONS", 16)
+    monkeypatch.setattr(graphs, "FEWEST_ROWS", 2)
+
+
+def one_layer(kind: type[ConvGPTForCausalLM] | type[Qwen3ForCausalLM]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=VOCABULARY, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=16, initializer_range=0.3, pad_token_id=PAD, bos_token_id=1, eos_token_id=STOP,
+    )  # fmt: skip
+    if kind is ConvGPTForCausalLM:
+        return kind(ConvGPTConfig(hidden_size=64, conv_kernel_h_w=5, **sizes)).eval()
+    return kind(Qwen3Config(hidden_size=16, **sizes)).eval()
+
+
+@torch.no_grad()
+def clear(model: PreTrainedModel, rows: list[list[int]], answers: list[list[Completion]], temperature: float) -> None:
+    """No draw of these conversations is within rounding of another token; greedily, no best one of the second best."""
+    for row, (prompt, turns) in enumerate(zip(rows, answers, strict=True)):
+        ids = list(prompt)
+        for turn, completion in enumerate(turns):
+            start, length = len(ids), len(completion.ids)
+            ids += completion.ids
+            logits_NV = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].double()
+            if temperature == 0:
+                best_N2 = logits_NV.topk(2).values
+                assert (best_N2[:, 0] - best_N2[:, 1]).min() > 1e-3
+            else:
+                borders_NV = (logits_NV / temperature).softmax(-1).cumsum(-1)
+                drawn_1N = uniforms(torch.tensor([[1000 * row + turn]]), torch.arange(length))
+                assert (borders_NV - drawn_1N.T).abs().min() > NEAR
+            ids += REPLIES[row % len(REPLIES)]
+
+
+def equal(ours: list[list[Completion]], plain: list[list[Completion]]) -> None:
+    assert [[each.ids for each in row] for row in ours] == [[each.ids for each in row] for row in plain]
+    for row, other in zip(ours, plain, strict=True):
+        for a, b in zip(row, other, strict=True):
+            assert a.finished == b.finished and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def replaying(model: PreTrainedModel, recorder: ListRecorder | None = None) -> GraphSampler:
+    return GraphSampler(model, STOPS, PAD, LONGEST, recorder or ListRecorder())
+
+
+def sizes(sampler: GraphSampler) -> list[tuple[int, int]]:
+    """The numbers of rows and positions that have a graph."""
+    return [size for static in sampler._static.values() for size in static.graphs]
+
+
+def play(model: PreTrainedModel, sampler: SlotSampler, params: SamplingParams, places: int, most: int = 4) -> None:
+    """Fourteen conversations of one to `most` turns, the shared prompts of some read once, so many places at a time."""
+    rows = [PROMPTS[n % 5] for n in range(14)]
+    turns = [1 + n % most for n in range(14)]
+    plain, rounds = serve(SlotSampler(model, STOPS, PAD), params, places, rows, turns)
+    clear(model, rows, plain, params.temperature)
+    ours, _ = serve(sampler, params, places, rows, turns)
+    equal(ours, plain)
+    assert min(map(len, rounds)) < places, "no turn waits for the slowest"
+
+
+def test_a_step_is_recorded_once_a_size_and_follows_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    model = one_layer(ConvGPTForCausalLM)
+    recorder = ListRecorder()
+    sampler, params = replaying(model, recorder), SamplingParams(max_new_tokens=14)
+    play(model, sampler, params, 6)
+    made = recorder.steps
+    assert made == len(sizes(sampler)) == sampler.recorded
+    assert len({rows for rows, _ in sizes(sampler)}) > 1 and len({end for _, end in sizes(sampler)}) > 2
+    assert f"({made} in all)" in capsys.readouterr().err
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.2)
+    play(model, sampler, params, 6)
+    assert recorder.steps == len(sizes(sampler)), "no size is recorded twice"
+    made = recorder.steps
+    play(model, sampler, params, 6)
+    assert recorder.steps == made, "the third rollout replays what the others have recorded"
+
+    play(model, sampler, SamplingParams(max_new_tokens=14, temperature=0.0), 6)
+    assert recorder.steps > made, "another way to draw is another step"
+    made = recorder.steps
+    play(model, sampler, params, 6)
+    assert recorder.steps == made
+    play(model, sampler, params, 9)
+    assert recorder.steps > made, "more conversations than before move the cache"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("kind", ["llama", "convgpt", "convgpt-tied"])
+def test_every_model_and_temperature(kind: str, temperature: float) -> None:
+    model = build(kind)
+    play(model, replaying(model), SamplingParams(max_new_tokens=14, temperature=temperature), 6)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=10, repetition_penalty=1.3),
+        SamplingParams(max_new_tokens=10, temperature=0.7, top_k=9, top_p=0.8),
+    ],
+)
+def test_settings_of_a_chat(params: SamplingParams) -> None:
+    model = build("llama")
+    plain, plain_spans = conversation(SlotSampler(model, STOPS, PAD), params)
+    ours, spans = conversation(replaying(model), params)
+    assert ours == plain
+    for row, other in zip(spans, plain_spans, strict=True):
+        equal([[each for _, each in row]], [[each for _, each in other]])
+
+
+@pytest.mark.parametrize("kind", ["llama", "convgpt"])
+def test_the_copies_that_autocast_would_make_follow_the_weights(kind: str) -> None:
+    """Also where a rollout without autocast comes between."""
+    model = build(kind)
+    sampler, params = replaying(model), SamplingParams(max_new_tokens=8)
+    for factor, half in ((1.0, True), (1.5, True), (1.0, False), (1.0, True)):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            for weight in model.parameters():
+                weight.mul_(factor)
+            handles = sampler.open(PROMPTS)
+            for prompt, completion in zip(PROMPTS, sampler.sample(handles, params, [7] * len(PROMPTS)), strict=True):
+                ids, start = prompt + completion.ids, len(prompt) - 1
+                logprobs = model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
+                expected = [logprobs[start + n, token].item() for n, token in enumerate(completion.ids)]
+                assert completion.logprobs == pytest.approx(expected, abs=0.3 if half else 1e-4)
+            sampler.close(handles)
+
+
+def test_adapters_that_change_are_recorded_once_and_without_them_again() -> None:
+    torch.manual_seed(1)
+    adapted: Any = get_peft_model(build("llama"), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    model, recorder = adapted.base_model.model, ListRecorder()
+    sampler, params = replaying(model, recorder), SamplingParams(max_new_tokens=14)
+    play(model, sampler, params, 6)
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+    model(input_ids=torch.tensor([PROMPTS[1]])).logits.square().mean().backward()
+    optimizer.step()
+    play(model, sampler, params, 6)
+    made = recorder.steps
+    assert made == len(sizes(sampler)), "no size is recorded twice"
+    with adapted.disable_adapter():
+        play(model, sampler, params, 6)
+    assert recorder.steps > made
+    play(model, sampler, params, 6)
+
+
+def test_requests_of_all_kinds_share_graphs_where_they_can_and_hold_a_few() -> None:
+    """A server's requests choose how many tokens they get and how these are drawn."""
+    model, recorder = one_layer(Qwen3ForCausalLM), ListRecorder()
+    sampler = replaying(model, recorder)
+    for tokens in (14, 9, 3, 14):
+        play(model, sampler, SamplingParams(max_new_tokens=tokens), 6)
+    assert recorder.steps == len(sizes(sampler))
+    for n in range(12):
+        params = SamplingParams(max_new_tokens=3, temperature=1 + n / 10)
+        assert conversation(sampler, params)[0] == conversation(SlotSampler(model, STOPS, PAD), params)[0]
+    assert len(sampler._static) == graphs.MOST_KINDS
+
+
+def test_an_interrupted_rollout_leaves_nothing_behind() -> None:
+    model = one_layer(Qwen3ForCausalLM)
+    sampler, params = replaying(model), SamplingParams(max_new_tokens=14)
+
+    def interrupt(finished: list[tuple[int, Completion]]) -> Any:
+        raise KeyboardInterrupt
+
+    handles = sampler.open(PROMPTS)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.converse([(handle, 5) for handle in handles], params, interrupt)
+    sampler.close(handles)
+    play(model, sampler, params, 6)
+
+
+def test_conversations_that_begin_with_one_token_make_their_cache_first() -> None:
+    model = one_layer(Qwen3ForCausalLM)
+    params = SamplingParams(max_new_tokens=1)
+    found = []
+    for sampler in (SlotSampler(model, STOPS, PAD), replaying(model)):
+        assert sampler.open([[9]]) == [0]
+        found.append([sampler.sample([0], params, [5])])
+    equal(found[1], found[0])
+
+
+class Refusing(ListRecorder):
+    def record(self, step: Callable[[], object]) -> Callable[[], object]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_step_that_cannot_be_recorded_is_said_in_a_line_and_launched(capsys: pytest.CaptureFixture[str]) -> None:
+    model = one_layer(Qwen3ForCausalLM)
+    sampler = replaying(model, Refusing())
+    for _ in range(2):
+        play(model, sampler, SamplingParams(max_new_tokens=14), 6)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and sampler.recorded == 0
+    assert "without CUDA graphs: a step of Qwen3ForCausalLM cannot be recorded (RuntimeError: operation not" in lines[0]
+
+
+def test_graphs_are_used_on_a_gpu_where_their_self_test_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = one_layer(Qwen3ForCausalLM)
+    assert type(engines.open_engine(model, [STOP], PAD)) is SlotSampler
+
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(graphs, "CudaRecorder", ListRecorder)
+    found: dict[type, str | None] = {SlotSampler: None, GraphSampler: None}
+    monkeypatch.setattr(engines, "why_unfit", lambda model, stop_ids, pad_id, engine=SlotSampler: found[engine])
+    assert type(engines.open_engine(model, [STOP], PAD)) is GraphSampler
+    assert type(engines.open_engine(model, [STOP], PAD, graphs=False)) is SlotSampler
+    found[GraphSampler] = "its self-test raised an error"
+    with pytest.warns(UserWarning, match="Qwen3ForCausalLM is decoded without CUDA graphs: its self-test raised"):
+        assert type(engines.open_engine(model, [STOP], PAD)) is SlotSampler
+
+
+def test_the_self_test_takes_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = ListRecorder()
+    monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorder)
+    assert engines.why_unfit(one_layer(Qwen3ForCausalLM), [STOP], PAD, GraphSampler) is None
+    assert recorder.steps > 0
