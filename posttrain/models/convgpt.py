@@ -119,8 +119,8 @@ class ConvGPTRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == self.weight.dtype == torch.float32:  # one kernel on a GPU
-            return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        if self.weight.dtype == torch.float32:  # one kernel on a GPU, and under autocast two casts
+            return functional.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
         normed = functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
         return self.weight * normed.to(x.dtype)
 
@@ -190,7 +190,16 @@ def rotary(config: ConvGPTConfig, position_ids: torch.Tensor, dtype: torch.dtype
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # the roll swaps the halves; the sign is in the sine
+    swapped = x.roll(x.shape[-1] // 2, -1)  # the halves; the sign is in the sine
+    if x.dtype == torch.float32:
+        return x * cos + swapped * sin
+    return torch.addcmul(x * cos, swapped, sin)  # one operation and one rounding less
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the precision of products of these states."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
@@ -379,7 +388,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if self.fused is not None and decoding:
             hidden_states = self.fused(hidden_states, position_ids, masks["full_attention"], past_key_values)
         else:
-            position_embeddings = rotary(self.config, position_ids, hidden_states.dtype)
+            position_embeddings = rotary(self.config, position_ids, product_dtype(hidden_states))
             for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
                 hidden_states = layer(
                     hidden_states,

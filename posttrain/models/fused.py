@@ -166,8 +166,8 @@ class _Layers:
         group, heads, size = self.group, self.heads, self.size
         angle_BQD = positions_BQ[:, :, None].float() * self.frequency_D
         cos_BQD, sin_BQD = (each.to(hidden_BQE.dtype) for each in (angle_BQD.cos(), angle_BQD.sin()))
-        cos_LBQG1D = cos_BQD[:, :, None, None] * self.cos_weight
-        sin_LBQG1D = sin_BQD[:, :, None, None] * self.sin_weight
+        cos_LBQG1D = (cos_BQD[:, :, None, None] * self.cos_weight).to(self.dtype)
+        sin_LBQG1D = (sin_BQD[:, :, None, None] * self.sin_weight).to(self.dtype)
         mask = mask_B1QK.expand(-1, -1, group, -1)
         hidden_NE = hidden_BQE.reshape(-1, width)
         turns = zip(self.decoder_layers, self.layers, cos_LBQG1D.unbind(), sin_LBQG1D.unbind(), strict=True)

@@ -1,0 +1,131 @@
+"""How many kernels does a layer launch in training, and how many bytes do they move?  Counted, not timed.
+
+Forward and backward pass of ConvGPT-164M's layers under bfloat16 autocast, by torch's dispatcher on the CPU: a model of
+three layers less a model of one, halved. Views are not counted; `rms_norm` is one operation, and its backward pass
+one, as they are on CUDA. A kernel reads its inputs and writes its outputs once.
+    python benchmarks/kernels.py [--tokens 1024] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _measure
+
+NOTHING = {"_unsafe_view", "detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+VOCABULARY = 512  # no count depends on it
+
+
+class Counted(TorchDispatchMode):
+    """Operations and the bytes that they move, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+        self.paused = False
+
+    def add(self, name: str, *tensors: Any) -> None:
+        self.count[name] += 1
+        self.moved[name] += sum(each.nbytes for each in tree_leaves(tensors) if isinstance(each, torch.Tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        if not (self.paused or func.is_view or name in NOTHING or not func._schema.returns):
+            self.add(name, args, kwargs, made)
+        return made
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+
+def norm_as_one(counted: Counted) -> Any:
+    """Return `rms_norm` as one operation forward and one backward."""
+    whole = functional.rms_norm
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
+            ctx.save_for_backward(x, weight)
+            ctx.options = shape, eps
+            with counted.pause():
+                made = whole(x, shape, weight, eps)
+            counted.add("rms_norm", x, weight, made)
+            return made
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            shape, eps = ctx.options
+            with counted.pause(), torch.enable_grad():
+                inputs = [each.detach().requires_grad_() for each in (x, weight) if each is not None]
+                made = whole(inputs[0], shape, inputs[1] if weight is not None else None, eps)
+                found = torch.autograd.grad(made, inputs, *grads)
+            counted.add("rms_norm_backward", x, weight, *grads, *found)
+            return found[0], None, found[1] if weight is not None else None, None
+
+    return lambda x, shape, weight=None, eps=None: Norm.apply(x, shape, weight, eps)
+
+
+def training_step(layers: int, tokens: int) -> Counted:
+    """Count a forward and backward pass of the decoder with so many layers over one row."""
+    model = _measure.model_of("convgpt", _measure.ENDLESS | dict(vocab_size=VOCABULARY, num_hidden_layers=layers))
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    counted = Counted()
+    with counted, patch.object(functional, "rms_norm", norm_as_one(counted)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        states.sum().backward()
+    return counted
+
+
+def a_layer(tokens: int) -> dict[str, Any]:
+    """Operations of a layer, and the bytes that they move for each token without those of the weights' products."""
+    one, three = training_step(1, tokens), training_step(3, tokens)
+    each = {name: (three.count[name] - one.count[name]) / 2 for name in three.count}
+    moved = {name: (three.moved[name] - one.moved[name]) / 2 / tokens for name in three.moved}
+    return {
+        "kernels": sum(each.values()),
+        "KB_a_token": sum(moved[name] for name in moved if name not in ("mm", "addmm")) / 1000,
+        "each": {name: count for name, count in sorted(each.items(), key=lambda item: -item[1]) if count},
+    }
+
+
+def markdown(results: dict[str, Any]) -> str:
+    each = results["each"]
+    names = ("_to_copy", "mul", "rms_norm", "rms_norm_backward", "mm")
+    header = ["kernels a layer", *names, "others", "KB a token, without products"]
+    others = results["kernels"] - sum(each.get(name, 0) for name in names)
+    cells = [results["kernels"], *(each.get(name, 0) for name in names), others, results["KB_a_token"]]
+    return f"{_measure.told(results)}\n\n{_measure.table(header, [[f'{cell:,.0f}' for cell in cells]])}"
+
+
+def main() -> None:
+    parser = _measure.parser(__doc__, repeats=False)
+    parser.add_argument("--tokens", type=int, default=1024)
+    given = parser.parse_args()
+    _measure.threads()
+    results = _measure.surroundings() | a_layer(given.tokens)
+    _measure.publish(results, markdown(results), given.json)
+
+
+if __name__ == "__main__":
+    main()
