@@ -637,7 +637,12 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
     + [("iteration", f"iteration{size}") for size in ("", "-40m", "-smollm2")]
     + [(script, script) for script in ("update", "phases", "scaling", "device", "envs", "memory", "alarms")]
     + [("phases", "phases-65k"), ("phases", "phases-dpo-h100"), ("gpu", "gpu-h100")]
-    + [("launches", "launches-before"), ("launches", "launches"), ("kernels", "kernels-before"), ("kernels", "kernels")],
+    + [
+        ("launches", "launches-before"),
+        ("launches", "launches"),
+        ("kernels", "kernels-before"),
+        ("kernels", "kernels"),
+    ],
 )
 def test_the_tables_of_the_results_are_those_of_their_figures(
     script: str, file: str, monkeypatch: pytest.MonkeyPatch
