@@ -360,7 +360,7 @@ def advise(cfg: StarPORun) -> None:
         learner = starpo.make_learner(cfg, model, chat)
         sampler, starts, count = learner.open_sampler(chat), dict[str, starpo.Start](), starpo.ANSWERS
         for env in cfg.envs:
-            levels = evaluation.held_out_levels(env, "validation", starpo.LEVELS)
+            levels = evaluation.held_out_levels(env, "validation", starpo.LEVELS, repeat=False)
             own = [(level, sample) for level in levels for sample in range(count)]
             own = [own[place] for place in runtime.parallel.mine(len(own))]
             seeds = [derive_seed(cfg.seed, "advice", level, sample) for level, sample in own]
@@ -368,8 +368,13 @@ def advise(cfg: StarPORun) -> None:
                 rollouts.new_episode(env, cfg.protocol, level, "validation", noise_seed=seed)
                 for (level, _), seed in zip(own, seeds, strict=True)
             ]
-            with learner.sampling(), models.no_bars():
-                played = starpo.play_all(cfg, sampler, chat, begun, cfg.rollout.temperature, seeds)
+            progress = runlog.Progress(len(begun), f"advice: {env.title}", unit="episode")
+            with learner.sampling(), models.no_bars(), progress:
+
+                def show(done: list[Trajectory], progress: runlog.Progress = progress) -> None:
+                    progress.update(progress.done + len(done))
+
+                played = starpo.play_all(cfg, sampler, chat, begun, cfg.rollout.temperature, seeds, show)
             starpo.refuse_crashed_evaluation(env, played)
             everything = runtime.parallel.gather(played)
             groups = [everything[start : start + count] for start in range(0, len(everything), count)]

@@ -54,6 +54,9 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
             raise ValueError(f"prompts: the reward {name} is not a function.")
         title = name.partition(":")[2]
     else:
+        if "." in name and name not in BUILT_IN:
+            path = ":".join(name.rsplit(".", 1))
+            raise ValueError(f"prompts: {name} is not a built-in reward. A function of yours has a colon: {path}")
         function, title = BUILT_IN[known("reward of prompts", name, BUILT_IN)], name
         lost = entry.get("lost")
         if function is exit_code and (type(lost) is not int or lost == 0):

@@ -157,7 +157,7 @@ def first_levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str
         raise env_error(section.name, problem) from problem
 
 
-def held_out_levels(section: EnvSection, split: str, n: int, seed: int = 0) -> list[int]:
+def held_out_levels(section: EnvSection, split: str, n: int, seed: int = 0, *, repeat: bool = True) -> list[int]:
     """Return the seeds of `n` levels of a split.
 
     Every evaluation plays these levels, with `sampling_seed`: those during and after phase 3, and evaluate_model.py.
@@ -166,15 +166,18 @@ def held_out_levels(section: EnvSection, split: str, n: int, seed: int = 0) -> l
     All levels are different if 10 `n` draws give that many. Otherwise each level that was drawn is played equally
     often, as far as `n` allows; `metrics.wilson_of_levels` is the interval of such a rate. A seed on which the
     environment raises counts as a level: its episode says why.
+
+    repeat: False gives fewer levels instead.
     """
     from posttrain.rollout import open_env
 
     kind = type(open_env(section))  # part of the cache key: a class of the same name may have other levels
-    return list(_drawn(kind, section.model_dump_json(include={"name", "options"}), split, n, seed))
+    drawn = _drawn(kind, section.model_dump_json(include={"name", "options"}), split, n, seed)
+    return [level for times, level in drawn if repeat or times == 0]
 
 
 @lru_cache(maxsize=64)
-def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> tuple[int, ...]:
+def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> tuple[tuple[int, int], ...]:
     from envs.process_state import keep_process_state
     from posttrain.rollout import RAISED, open_env
 
@@ -193,7 +196,7 @@ def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> 
         times[key] += 1
         if len(times) == n:
             break
-    return tuple(level for _, level in sorted(drawn, key=lambda one: one[0])[:n])
+    return tuple(sorted(drawn, key=lambda one: one[0])[:n])
 
 
 def sampling_seed(env: str, number: int, seed: int = 0) -> int:

@@ -54,7 +54,10 @@ def build_transcripts(file: Path) -> Path:
     pictures = Pictures()
     rows = training_log.recorded(file, pictures)
     if not rows:
-        raise UserError(f"{file} does not hold a complete row.")
+        raise UserError(
+            f"{file} does not hold a complete row. A run of phase 3 writes the episodes of every `transcripts.every`-th"
+            " step (10), and of none before: transcripts.every=1 writes all."
+        )
     folder = file.resolve().parent.name
     data = {"rows": rows, "pictures": pictures.coded}
     scripts = ("player.js", "viewer.js", "transcripts.js")
@@ -140,8 +143,14 @@ def _sections(
 def read_run(folder: Path) -> tuple[Results, list[Record]]:
     """Return results.json and transcripts.jsonl; UserError if they are not files of the evaluator."""
     for file in (folder / "results.json", folder / "transcripts.jsonl"):
-        if not file.is_file():
-            raise UserError(f"{file} does not exist. `python evaluate_model.py output_dir={folder}` writes it.")
+        if file.is_file():
+            continue
+        if (folder / "metrics.jsonl").is_file():  # of a training run
+            raise UserError(
+                f"{folder} is a training run, and a report needs an evaluation: `posttrain eval` with its checkpoints"
+                f" (docs/own.md). Its episodes alone: posttrain report {folder / 'transcripts.jsonl'}"
+            )
+        raise UserError(f"{file} does not exist. `python evaluate_model.py output_dir={folder}` writes it.")
     remedy = f"Measure again: python evaluate_model.py output_dir={folder} --overwrite"
     results = files.read_json(folder / "results.json", remedy)
     transcripts = files.read_json_lines(folder / "transcripts.jsonl", remedy, appended=False)

@@ -23,6 +23,7 @@ from posttrain.types import Trajectory
 LEVELS, ANSWERS = 64, 16  # validation levels of each environment, and episodes of each
 SATURATED = 0.9  # of pass@1: the signal falls with p (1 - p)
 HOPELESS = 0.1  # of pass@16: then nine levels in ten have no success to learn from
+ENOUGH = 48  # episodes to judge success by
 UNREADABLE = 0.3  # of turns whose format or action is invalid
 CUT_OFF = 0.2  # of answers
 COLD = 0.2  # nats a token: below it, RL explored little in published runs (arXiv 2606.18487)
@@ -36,7 +37,7 @@ class Start(NamedTuple):
 
     pass_1, pass_k: the chance that one, or one of k, episodes of a level succeeds. differ: the share of groups whose
     rewards differ. entropy: nats a token. invalid, unfinished: shares of turns. spread: the standard deviation of the
-    groups' success.
+    groups' success. levels: how many there were, k episodes of each.
     """
 
     env: str
@@ -48,6 +49,7 @@ class Start(NamedTuple):
     invalid: float
     unfinished: float
     spread: float
+    levels: int = LEVELS
 
     @classmethod
     def of(cls, env: str, groups: Sequence[Sequence[Trajectory]], entropies: Sequence[float]) -> Start:
@@ -65,14 +67,16 @@ class Start(NamedTuple):
             invalid=sum(t.invalid_turns for group in groups for t in group) / turns,
             unfinished=sum(t.unfinished_turns for group in groups for t in group) / turns,
             spread=stdev(each / size for each in won) if len(won) > 1 else 0.0,
+            levels=len(groups),
         )
 
     def figures(self, rewarded: bool = True) -> str:
         """Return the figures in a line. rewarded: whether rewards are learned from."""
         differing = f", groups that differ {self.differ:.0%}" if rewarded else ""
         return (
-            f"{self.env}: pass@1 {self.pass_1:.0%}, pass@{self.k} {self.pass_k:.0%}{differing}, entropy"
-            f" {self.entropy:.2f} nats a token, invalid turns {self.invalid:.0%}, cut-off answers {self.unfinished:.0%}"
+            f"{self.env}, {self.levels} levels: pass@1 {self.pass_1:.0%}, pass@{self.k} {self.pass_k:.0%}{differing},"
+            f" entropy {self.entropy:.2f} nats a token, invalid turns {self.invalid:.0%}, cut-off answers"
+            f" {self.unfinished:.0%}"
         )
 
 
@@ -96,6 +100,9 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             "The answer format is not learnt: show it (protocol.example), begin it (protocol.force_think: true), or"
             " train phase 1 on a few hundred demonstrations (posttrain env demos)."
         )
+    if start.levels * start.k < ENOUGH:
+        few = f"{start.levels * start.k} episodes are too few to judge success by"
+        return [*found, f"{few}; --advise plays more, and trains nothing."]
     if start.pass_1 > SATURATED:
         harder = f" ({env.harder})" if env.harder else ""
         found.append(
@@ -104,9 +111,12 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
         )
     elif start.pass_k < HOPELESS:
         easier = f" ({env.easier})" if env.easier else ""
+        shown, prompt = "phase 1 on good answers", "a clearer prompt"
+        if env.has("expert"):
+            shown, prompt = "demonstrations (posttrain env demos, then phase 1)", "a clearer prompt (protocol.system)"
         found.append(
-            f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the levels. First demonstrations"
-            f" (posttrain env demos, then phase 1), a clearer prompt (protocol.system), or easier levels{easier}."
+            f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the levels. First {shown}, {prompt},"
+            f" or easier levels{easier}."
         )
     if start.entropy < COLD and start.pass_1 <= SATURATED and parameters >= LARGE:
         found.append(
@@ -190,4 +200,4 @@ def first_advice(cfg: StarPORun, learner: Learner, groups: Sequence[Sequence[Tra
     starts = {
         title: measure_start(learner, [group for group in groups if group[0].env == title], title) for title in titles
     }
-    return f"Before the first update, on {len(groups)} training levels:\n{advice_text(cfg, starts, parameters)}"
+    return f"Before the first update, on training levels:\n{advice_text(cfg, starts, parameters)}"

@@ -191,7 +191,9 @@ class Crashed(UserError):
     """An environment does nothing but crash, so there is nothing to learn from."""
 
     def __init__(self, env: EnvSection, where: str, last: str) -> None:
-        remedy = f"Correct the environment: `posttrain env check {env.name}` plays it and says what is wrong."
+        options = "".join(f" {shlex.quote(f'{key}={json.dumps(value)}')}" for key, value in env.options.items())
+        what = "reward function" if env.name == "prompts" else "environment"
+        remedy = f"Correct the {what}: `posttrain env check {env.name}{options}` plays it and says what is wrong."
         if last.startswith(PROGRAM_CRASHED):
             remedy = "Correct the program: `posttrain serve` answers it as well, with its OPENAI_BASE_URL and a key."
         if "`protocol.parser:" in last:

@@ -10,7 +10,9 @@ from test_learner import config, played, policy
 from test_phase3 import settings, train
 
 import envs
-from posttrain.config import StarPORun
+from posttrain.config import EnvSection, StarPORun
+from posttrain.evaluation import held_out_levels
+from posttrain.rollout import open_env
 from posttrain.starpo import advice
 from posttrain.starpo.advice import GAIN, Start, advice_text, measure_start, rate_warning, steps_to_see, verdicts
 from posttrain.starpo.learner import Learner
@@ -32,7 +34,7 @@ def test_a_start_is_counted() -> None:
         [episode(False), episode(False, invalid=1)],
     ]
     start = Start.of("frozen_lake", groups, [0.2, 0.4])
-    expected = Start("frozen_lake", 0.5, 2 / 3, 2, 1 / 3, 0.3, 2 / 12, 1 / 12, 0.5)
+    expected = Start("frozen_lake", 0.5, 2 / 3, 2, 1 / 3, 0.3, 2 / 12, 1 / 12, 0.5, 3)
     assert (start.env, start.k) == (expected.env, expected.k)
     assert start[1:3] + start[4:] == pytest.approx(expected[1:3] + expected[4:])
 
@@ -45,6 +47,7 @@ def test_a_start_is_counted() -> None:
         ({"pass_1": 0.0, "pass_k": 0.05}, 1e9, ["Hopeless as it is: 16 tries succeed on 5% of the levels", "demos"]),
         ({"invalid": 0.6}, 1e9, ["format is not learnt"]),
         ({"unfinished": 0.5}, 1e9, ["raise rollout.max_completion_length (now 64)"]),
+        ({"pass_1": 0.0, "pass_k": 0.0, "levels": 2}, 1e9, ["32 episodes are too few to judge success by"]),
         ({"entropy": 0.1}, 1e9, ["The entropy is low"]),
         ({"entropy": 0.1}, 5e5, ["A good start"]),  # as small models have it
     ],
@@ -52,6 +55,23 @@ def test_a_start_is_counted() -> None:
 def test_what_follows_is_said(changes: dict[str, Any], parameters: float, words: list[str]) -> None:
     found = verdicts(GOOD._replace(**changes), envs.make("sokoban"), 64, int(parameters))
     assert len(found) == 1 and all(each in found[0] for each in words), found
+
+
+def test_prompts_have_no_demonstrations_to_begin_with() -> None:
+    (found,) = verdicts(GOOD._replace(pass_1=0.0, pass_k=0.05), envs.make("prompts"), 64, 10**9)
+    assert "phase 1 on good answers" in found and "demos" not in found and "protocol." not in found
+
+
+def test_advice_asks_no_prompt_twice(tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text("".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(60)))
+    section = EnvSection(name="prompts", options={"path": str(tmp_path / "few.jsonl")})
+    env = open_env(section)
+    for repeat in (True, False):
+        keys: list[str] = []
+        for level in held_out_levels(section, "validation", 50, repeat=repeat):
+            env.reset(seed=level, options={"split": "validation"})
+            keys.append(env.level_key())
+        assert len(set(keys)) > 1 and (len(keys) == 50) == repeat and (len(set(keys)) == len(keys)) == (not repeat)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +140,7 @@ def test_advice_is_given_and_nothing_is_kept(
     monkeypatch.setattr(starpo, "ANSWERS", 3)
     train(settings(tmp_path / "run.yaml", player), "--advise")
     told = "".join(capsys.readouterr())
-    assert "frozen_lake: pass@1 " in told and "pass@3 " in told and "A step takes " in told
+    assert "frozen_lake, 4 levels: pass@1 " in told and "pass@3 " in told and "A step takes " in told
     assert not (tmp_path / "run").exists()
 
 
@@ -130,4 +150,4 @@ def test_a_run_begins_with_the_advice(player: Path, tmp_path: Path, capsys: pyte
     file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation=few)
     train(file)
     told = "".join(capsys.readouterr())
-    assert told.count("Before the first update, on 4 training levels:") == 1 and "frozen_lake: pass@1 " in told
+    assert told.count("Before the first update, on training levels:") == 1 and "frozen_lake, 4 levels: " in told

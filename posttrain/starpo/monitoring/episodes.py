@@ -140,7 +140,8 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
         out[f"rollout/{env}/kept_groups"] = sum(n in kept for n in numbers)
         for failure, share in failure_shares(own).items():
             out[f"rollout/{env}/{failure}"] = share
-        out |= {f"rollout/{env}/reward_{name}": mean for name, mean in part_means(trajectories, env).items()}
+        for name, mean in part_means(trajectories, env).items():
+            out[f"rollout/{env}/reward_{name}"] = mean
     return out
 
 
