@@ -78,7 +78,7 @@ def norm_as_one(counted: Counted) -> Any:
             with counted.pause(), torch.enable_grad():
                 inputs = [each.detach().requires_grad_() for each in (x, weight) if each is not None]
                 made = whole(inputs[0], shape, inputs[1] if weight is not None else None, eps)
-                found = torch.autograd.grad(made, inputs, *grads)
+                found = torch.autograd.grad(made, inputs, grads[0])
             counted.add("rms_norm_backward", x, weight, *grads, *found)
             return found[0], None, found[1] if weight is not None else None, None
 
