@@ -171,6 +171,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     label: str = ""  # what figures call it where that is not its name, for a run that plays it twice
     style: str = "plain"  # of rules, observations and thoughts: sentences, or "compact"; an episode sets its protocol's
     action_word: str = "action"  # what its sentences call an action: "expression", "program"
+    more_levels: str = "Choose options that allow more levels."  # what to do where a split has none
     harder: str = ""  # options that make its levels harder, for advice: "size: 6, slippery: true"
     easier: str = ""
     max_turns: int = 8  # turns of one action in which the expert wins every level: an episode's limit by default
@@ -244,7 +245,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
                 f"{option}: {json.dumps(value, default=str)}" for option, value in self.made_with.items()
             )
             with_options = f" with {settings}" if settings else ""
-            raise NoLevel(f"{problem}{with_options}. Choose options that allow more levels.") from None
+            raise NoLevel(f"{problem}{with_options}. {self.more_levels}") from None
         self.begin(self.level)
         if self.actions is not None and OneOf(self.actions) != self.action_space:  # `begin` set those of the level
             self.action_space = OneOf(self.actions)

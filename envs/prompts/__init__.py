@@ -88,6 +88,7 @@ class Prompts(TextEnv):
     actions = None
     action_word = "answer"
     can_be_late = True
+    more_levels = "Give it more rows: a tenth of them is for validation and a tenth for the test."
 
     def __init__(
         self,

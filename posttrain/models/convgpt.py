@@ -191,15 +191,7 @@ def rotary(config: ConvGPTConfig, position_ids: torch.Tensor, dtype: torch.dtype
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     swapped = x.roll(x.shape[-1] // 2, -1)  # the halves; the sign is in the sine
-    if x.dtype == torch.float32:
-        return x * cos + swapped * sin
-    return torch.addcmul(x * cos, swapped, sin)  # one operation and one rounding less
-
-
-def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the precision of products of these states."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return x * cos + swapped * sin if x.dtype == torch.float32 else torch.addcmul(x * cos, swapped, sin)
 
 
 def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
@@ -388,7 +380,9 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if self.fused is not None and decoding:
             hidden_states = self.fused(hidden_states, position_ids, masks["full_attention"], past_key_values)
         else:
-            position_embeddings = rotary(self.config, position_ids, product_dtype(hidden_states))
+            kind, dtype = hidden_states.device.type, hidden_states.dtype
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype  # of products
+            position_embeddings = rotary(self.config, position_ids, dtype)
             for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
                 hidden_states = layer(
                     hidden_states,

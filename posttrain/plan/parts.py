@@ -142,7 +142,8 @@ class OfAToken(NamedTuple):
     def of(cls, shape: Shape, numbers: Numbers) -> OfAToken:
         """Return the bytes of a token for a model and a precision."""
         size, attention = numbers.computed, shape.query + shape.key_value
-        block = FLOAT * (6 * shape.hidden + 2 * attention) + size * (4 * shape.intermediate + 2 * attention)
+        norms = 6 * shape.hidden + 2 * attention + attention // 4  # the last: statistics of heads
+        block = FLOAT * norms + size * (4 * shape.intermediate + 2 * attention)
         at_work = size * max(6 * shape.intermediate, 2 * shape.behind + shape.states)
         if numbers.recomputed:
             at_work = size * 2 * shape.intermediate + block
