@@ -125,12 +125,12 @@ class GraphSampler(SlotSampler):
                 f" ({self.recorded} in all)."
             )
 
-    def _writing(self, params: SamplingParams) -> Writing:
+    def writing_for(self, params: SamplingParams) -> Writing:
         kind = self.model.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         if (seen := (autocast, *self._dependencies())) != self._seen:
             if self._seen and self._seen[0] != autocast:  # the cache has another precision
-                super()._forget()
+                super().free_cache()
                 self._readers.clear()
                 self._cached = dict.fromkeys(self._cached, 0)
             self._static, self._weights, self._seen = {}, {}, seen
@@ -139,7 +139,7 @@ class GraphSampler(SlotSampler):
         if static is None:
             device = self.model.device
             done_S, going = torch.ones(0, dtype=torch.bool, device=device), torch.tensor(0, device=device)
-            static = _Static(super()._writing(roomy), done_S, going)
+            static = _Static(super().writing_for(roomy), done_S, going)
         self._static[roomy] = static  # as the latest
         if len(self._static) > MOST_KINDS:
             del self._static[next(iter(self._static))]
@@ -158,7 +158,7 @@ class GraphSampler(SlotSampler):
         ]
         return (*(each.data_ptr() for each in tensors), *adapters)
 
-    def _forget(self) -> None:
+    def free_cache(self) -> None:
         """Keep the cache, whose addresses the graphs have."""
 
     def reserve(self, length: int) -> None:

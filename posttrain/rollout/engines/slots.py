@@ -239,9 +239,9 @@ class SlotSampler(Histories):
         self._readers = {ids: reader for ids, reader in self._readers.items() if reader not in gone}
         if not self._slot:
             self._vacant.clear()
-            self._forget()
+            self.free_cache()
 
-    def _forget(self) -> None:
+    def free_cache(self) -> None:
         """Free the cache, which no conversation needs any more."""
         for layer in self._layers:
             layer.forget()
@@ -250,7 +250,7 @@ class SlotSampler(Histories):
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         was_training = self.model.training
         self.model.eval()
-        writing = self._writing(params)
+        writing = self.writing_for(params)
         with fused_weights(self.model, self._weights):  # which do not change before the last turn is written
             while turns or writing.slots:
                 if turns:
@@ -264,7 +264,7 @@ class SlotSampler(Histories):
                 turns = then(self._write(writing))
         self.model.train(was_training)
 
-    def _writing(self, params: SamplingParams) -> Writing:
+    def writing_for(self, params: SamplingParams) -> Writing:
         """Return what holds the turns of a rollout with these parameters."""
         return Writing(params, text_config(self.model).vocab_size, self.stop_ids, self.model.device)
 
