@@ -52,7 +52,10 @@ def split_by_hash(level_key: str) -> str:
 def known(what: str, name: str, choices: Iterable[str]) -> str:
     """Return `name` if it is one of `choices`.
 
-    what: what the name stands for, for the message, as "split".
+    Args:
+        what: what the name stands for, for the message, as "split".
+        name: to check.
+        choices: allowed names.
 
     Raises:
         ValueError: it is not one of them; the message lists the choices and guesses which one was meant.
@@ -275,7 +278,8 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Play one action.
 
-        action: one of `actions`, or free text.
+        Args:
+            action: one of `actions`, or free text.
 
         Returns:
             Observation, reward, terminated, truncated and info, as the class docstring says.
@@ -305,7 +309,8 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     def optimal_success(self, horizon: int) -> float:
         """Return the probability that the best policy succeeds from the current state.
 
-        horizon: number of actions left.
+        Args:
+            horizon: number of actions left.
         """
         raise NotImplementedError(f"{self.name} has no optimal_success.")
 
@@ -396,6 +401,10 @@ def steps_in_words(way: tuple[int, int], moves: Mapping[str, tuple[int, int]]) -
 
 def with_symbols(defaults: Mapping[str, str], custom: Mapping[str, str] | None) -> dict[str, str]:
     """Return the default symbols of cells, replaced by the user's.
+
+    Args:
+        defaults: symbol of each kind of cell.
+        custom: the user's, for some of them.
 
     Raises:
         ValueError: a symbol is not a single word, or two cells share one.

@@ -155,7 +155,8 @@ def demonstrate(
 ) -> list[Message]:
     """Return the messages of an episode in which every turn, a thought and an action, is played by one of the players.
 
-    mix: the share of turns of each scripted policy or `expert`, summing to 1: {"nearer": 0.6, "random": 0.4}.
+    Args:
+        mix: the share of turns of each scripted policy or `expert`, summing to 1: {"nearer": 0.6, "random": 0.4}.
     """
     return demonstration(Episode(env, protocol, seed, split), mix, style)[0]
 

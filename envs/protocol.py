@@ -138,8 +138,9 @@ class Turn:
 def parse(text: str, protocol: Protocol, listed: Sequence[str] | None) -> Parsed:
     """Read a response, in time linear in its length; no text raises an error.
 
-    listed: the environment's list of actions, whose names count in any case; those beyond the turn's limit are left
-    out. None for free text: the action is all that stands in <answer>, unless it is blank.
+    Args:
+        listed: the environment's list of actions, whose names count in any case; those beyond the turn's limit are left
+            out. None for free text: the action is all that stands in <answer>, unless it is blank.
     """
     start = 0
     if protocol.think:

@@ -53,7 +53,9 @@ def parse_json(text: str) -> Any:
 def read_text(file: Path, remedy: str) -> str:
     """Return the contents of a UTF-8 file.
 
-    remedy: sentence for the error message that says what to do.
+    Args:
+        file: path of the file.
+        remedy: sentence for the error message that says what to do.
 
     Raises:
         UserError: the file cannot be read.
@@ -70,6 +72,10 @@ def read_text(file: Path, remedy: str) -> str:
 
 def read_json(file: Path, remedy: str) -> dict[str, Any]:
     """Return the object in a JSON file.
+
+    Args:
+        file: path of the file.
+        remedy: sentence for the error message that says what to do.
 
     Raises:
         UserError: the file cannot be read, or does not hold an object.
@@ -88,7 +94,10 @@ def read_json_lines(file: Path, remedy: str, appended: bool = True) -> list[dict
 
     A torn row or zero bytes at the end, as a kill or a power failure leaves them, are skipped.
 
-    appended: a run appends to the file, so a last row without a line end is torn.
+    Args:
+        file: path of the file.
+        remedy: sentence for the error message that says what to do.
+        appended: a run appends to the file, so a last row without a line end is torn.
 
     Raises:
         UserError: the file cannot be read, or a row is damaged that has whole rows after it.
@@ -117,7 +126,12 @@ def read_json_lines(file: Path, remedy: str, appended: bool = True) -> list[dict
 
 
 def write_whole(file: Path, lines: Iterable[str]) -> None:
-    """Write a text file whole or not at all: after a failure the file is as it was before."""
+    """Write a text file whole or not at all: after a failure the file is as it was before.
+
+    Args:
+        file: path of the file.
+        lines: with their line ends.
+    """
     partial = file.with_name(f"{file.name}.partial")
     with partial.open("w", encoding="utf-8") as out:
         out.writelines(lines)
@@ -213,7 +227,9 @@ def keep_standard_streams() -> None:
 def must_be_readable(file: Path | str, what: str) -> None:
     """Raise UserError where this user may not read a file.
 
-    what: subject of the message's first sentence.
+    Args:
+        file: path of the file.
+        what: subject of the message's first sentence.
     """
     try:
         with Path(file).open("rb"):

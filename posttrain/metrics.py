@@ -21,7 +21,12 @@ def _ngrams(ids: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
 
 
 def seq_rep_n(ids: Sequence[int], n: int = 4) -> float:
-    """Return 1 - distinct n-grams / all n-grams (Welleck et al., arXiv 1908.04319, eq. 11); 0 without n-grams."""
+    """Return 1 - distinct n-grams / all n-grams (Welleck et al., arXiv 1908.04319, eq. 11); 0 without n-grams.
+
+    Args:
+        ids: token ids of one text, without the stop token.
+        n: length of the n-grams in tokens.
+    """
     ngrams = _ngrams(ids, n)
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
@@ -76,6 +81,11 @@ def repetition(texts: Sequence[Sequence[int]], finished: Sequence[bool], first: 
 
     {"seq_rep_4": 0.11, "seq_rep_4_first": 0.04, "distinct_1": 0.2, "distinct_2": 0.5, "longest_repeat": 6.1,
      "never_stops": 0.02, "tokens": 74.3}
+
+    Args:
+        texts: token ids of each text, without the stop token.
+        finished: whether each text has a stop token.
+        first: number of tokens for `seq_rep_4_first`.
     """
     assert len(texts) == len(finished) > 0
     return {
@@ -103,7 +113,12 @@ class Interval(NamedTuple):
 def wilson(successes: float, n: int) -> tuple[float, float]:
     """Return Wilson's score interval at 95 % for a share (1927), which also holds at 0 % and 100 %.
 
-    successes: number of successes, which may be a fraction.
+    Args:
+        successes: number of successes, which may be a fraction.
+        n: number of independent items.
+
+    Returns:
+        The lower and the upper end, shares from 0 to 1.
     """
     assert 0 <= successes <= n and n > 0
     share, z2 = successes / n, Z_95 * Z_95
@@ -150,7 +165,13 @@ def pass_at(k: int, size: int, won: int) -> float:
 
 
 def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> Interval:
-    """Return the mean and its percentile bootstrap interval at 95 %."""
+    """Return the mean and its percentile bootstrap interval at 95 %.
+
+    Args:
+        values: of independent items.
+        seed: of the resamples.
+        rounds: number of resamples.
+    """
     sample, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     assert sample.ndim == 1 and len(sample) > 0
     means = [sample[rng.integers(len(sample), size=(100, len(sample)))].mean(1) for _ in range(max(1, rounds // 100))]
@@ -166,7 +187,10 @@ def paired_interval(
     It excludes zero only where an exact test at the same level rejects it.
 
     Args:
+        before: values of the items.
         after: values of the same items in the same order.
+        seed: of the random signs, which values other than 0 and 1 need.
+        rounds: number of random signs.
         tail: probability outside at each end; a fraction of it where several intervals must hold together.
     """
     assert len(before) == len(after) > 0
@@ -216,6 +240,10 @@ def chance_of_gain(before: Iterable[bool], after: Iterable[bool]) -> float:
 
     >>> chance_of_gain([False, False, False, True], [True, True, True, True])
     0.125
+
+    Args:
+        before: whether the first policy solved each level.
+        after: whether the second policy solved the same level.
     """
     changes = [new - old for old, new in zip(before, after, strict=True)]
     up, down = changes.count(1), changes.count(-1)
@@ -236,7 +264,9 @@ def paired_difference(
     >>> paired_difference({"a": [0, 0, 1, 1]}, {"a": [1, 1, 1, 1]})
     (0.5, 0.28867513459481287)
 
-    after: values of the same items in the same order.
+    Args:
+        before: values by set; each set has the same weight.
+        after: values of the same items in the same order.
     """
     assert before.keys() == after.keys()
     mean, square = 0.0, 0.0

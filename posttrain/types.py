@@ -49,6 +49,9 @@ def derive_seed(*parts: int | str) -> int:
 
     Seeds are computed from the place, not drawn from a generator: the same place gets the same seed in any process and
     after any resume.
+
+    Args:
+        *parts: numbers and names of the place.
     """
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -112,7 +115,11 @@ class Segment:
         assert len(self.ids) == len(self.mask) == len(self.logprobs)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Append tokens that the model did not sample."""
+        """Append tokens that the model did not sample.
+
+        Args:
+            ids: token ids of an observation, a header or a forced tag.
+        """
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -120,7 +127,10 @@ class Segment:
     def write(self, turn: int, completion: Completion, opening: int = 0) -> None:
         """Append a sampled turn.
 
-        opening: number of tokens before it, of a forced tag, that belong to its text.
+        Args:
+            turn: number of the turn in the episode.
+            completion: the sampled tokens.
+            opening: number of tokens before it, of a forced tag, that belong to its text.
         """
         self.turns.append(turn)
         self.turn_starts.append(len(self.ids) - opening)

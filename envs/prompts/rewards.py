@@ -39,7 +39,9 @@ class Reward(NamedTuple):
 def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
     """Return the reward that an entry of a config names; ValueError says what is wrong with it.
 
-    given: a name, a path, or a mapping with `name`, `weight` and the options of a built-in function.
+    Args:
+        given: a name, a path, or a mapping with `name`, `weight` and the options of a built-in function.
+        columns: of the rows.
     """
     entry = {"name": given} if isinstance(given, str) else dict(given)
     name, weight = entry.pop("name", None), entry.pop("weight", 1.0)

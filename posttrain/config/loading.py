@@ -72,7 +72,15 @@ def load(
 ) -> tuple[Config, argparse.Namespace]:
     """Return the run's config from a YAML file and dotted overrides, and the flags of the command line.
 
-    description: first part of `--help`, the docstring of the script.
+    Args:
+        schema: model of the config, as SFTRun.
+        default: the config file without `--config`.
+        argv: words of the command line; None for those of this process.
+        add_arguments: adds the command's own flags to the parser.
+        description: first part of `--help`, the docstring of the script.
+
+    Returns:
+        The validated config, and the flags.
 
     Raises:
         UserError: a file, a key or a value is wrong, or a function that it names is not there.
@@ -130,7 +138,10 @@ def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None 
 
     A preset in an override replaces the file's section `algorithm`, and its other keys replace the file's.
 
-    overrides: as on the command line, e.g. ["trainer.learning_rate=1e-5"].
+    Args:
+        schema: model of the config, as SFTRun.
+        file: a path, or the name of a reference config.
+        overrides: as on the command line, e.g. ["trainer.learning_rate=1e-5"].
 
     Raises:
         UserError: a file, a key or a value is wrong.

@@ -61,7 +61,9 @@ def is_path(name: str) -> bool:
 def by_path(path: str, key: str) -> Callable[..., Any]:
     """Return the function that a key of the config names.
 
-    key: where it is written, a key of `PARAMETERS`.
+    Args:
+        path: e.g. "my_module:function".
+        key: where it is written, a key of `PARAMETERS`.
 
     Raises:
         UserError: there is no such module or function, or it cannot be called with these parameters.

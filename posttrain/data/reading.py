@@ -87,10 +87,16 @@ FORMATS: dict[str, tuple[formats.Recognise, str]] = {  # of the others, and of p
 
 
 def read_rows(source: Source, key: str, seed: int, report: SourceReport | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source in the form that `filters` takes; UserError where one cannot be read or has no format.
+    """Yield the rows of a source in the form that `filters` takes.
 
-    key: of the config that names the source, for messages. seed: of embedded rows. report: gets the format of each row,
-    and the columns that were not read.
+    Args:
+        source: where the rows are.
+        key: key of the config that names the source, for messages.
+        seed: of embedded rows.
+        report: gets the format of each row, and the columns that were not read.
+
+    Raises:
+        UserError: the source cannot be read, or a row has no known format.
     """
     for place, row in _open(source, key, seed):
         match = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
@@ -101,7 +107,12 @@ def read_rows(source: Source, key: str, seed: int, report: SourceReport | None =
 
 
 def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
-    """Return the kind of a file or a set on the Hub, judged by its first row. key: of the config that names it."""
+    """Return the kind of a file or a set on the Hub, judged by its first row.
+
+    Args:
+        path: of a file, or the name of a set.
+        key: key of the config that names it, for messages.
+    """
     for _, row in _open(Source(kind="messages", path=path), key, 0):
         return "messages" if isinstance(formats.as_pair(row), str) else "preferences"
     return "messages"
@@ -114,9 +125,16 @@ def evaluation_rows(
 
     {"question", "answer"} for questions, {"messages"} for prompts, {"messages", "answer"} for recall (the last message
     is the user's), {"chosen", "rejected"} for preferences (whole dialogues, equal but for the last answer). Columns
-    that no suite needs are left out. UserError where the file cannot be read, or a row does not fit the suite.
+    that no suite needs are left out.
 
-    key: of the config that names the file, for messages. most: number of rows; None for all.
+    Args:
+        path: of the file.
+        kind: what the suite needs.
+        key: key of the config that names the file, for messages.
+        most: number of rows; None for all.
+
+    Raises:
+        UserError: the file cannot be read, or a row does not fit the suite.
     """
     if not path.endswith(DATA_FILES):
         raise UserError(f"{key}={path} is neither a known name nor a {DATA_FILES_IN_WORDS} file.")

@@ -150,9 +150,14 @@ def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
 
 
 def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[PromptQuestion]:
-    """Return the prompts in the file of a run; UserError if the file is damaged.
+    """Return the prompts in the file of a run.
 
-    vocabulary: number of token ids of the model. longest: the most tokens of a prompt.
+    Args:
+        vocabulary: number of token ids of the model, which those of the prompts must be below.
+        longest: the most tokens of a prompt.
+
+    Raises:
+        UserError: the file is damaged.
     """
     from posttrain.data import PromptQuestion
 
@@ -172,7 +177,11 @@ def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[PromptQ
 
 
 def kept_answers(file: Path, questions: Sequence[PromptQuestion], per_prompt: int) -> list[OwnAnswer]:
-    """Return the answers in the file of a run, each to one of these prompts; UserError if the file is damaged."""
+    """Return the answers in the file of a run, each to one of these prompts.
+
+    Raises:
+        UserError: the file is damaged.
+    """
 
     def find_problem(answer: OwnAnswer) -> str | None:
         if not 0 <= answer.prompt < len(questions):

@@ -45,7 +45,11 @@ class Loaded:
     chat: Chat | None = None
 
     def get(self, section: ModelSection, device: str, template: str | None) -> tuple[PreTrainedModel, Chat]:
-        """Return the model of a section, in its dtype, and its chat; UserError if a weight is NaN or infinite."""
+        """Return the model of a section, in its dtype, and its chat.
+
+        Raises:
+            UserError: a weight is NaN or infinite.
+        """
         import torch
 
         from posttrain import models
@@ -68,7 +72,11 @@ def section(cfg: EvaluateRun, name: str) -> ModelSection:
 
 
 def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded) -> list[Record]:
-    """Return a checkpoint's rows of one task; ScoresNotFinite if a log-prob is NaN or infinite."""
+    """Return a checkpoint's rows of one task.
+
+    Raises:
+        ScoresNotFinite: a log-prob is NaN or infinite.
+    """
     import torch
 
     from posttrain.rollout import open_sampler
@@ -172,7 +180,14 @@ def counted_tokens(cfg: EvaluateRun) -> int:
 def score_answers(
     task: Task, completions: Sequence[Completion], chat: Chat, judge: MathJudge, equal_length: int
 ) -> list[Record]:
-    """Return a row for each item of a task, its answer and the scores of its suite."""
+    """Return a row for each item of a task, with its answer and the scores of its suite.
+
+    Args:
+        equal_length: tokens of each answer that count for `seq_rep_4_first`.
+
+    Raises:
+        ScoresNotFinite: a log-prob is NaN or infinite.
+    """
     rows = []
     for item, completion in zip(task.items, completions, strict=True):
         check_finite(completion.logprobs)

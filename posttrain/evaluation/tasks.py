@@ -141,7 +141,11 @@ def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
 
 
 def first_levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str, Any]]:
-    """Return the seeds of `held_out_levels` as items; UserError if the environment raised on the first level."""
+    """Return the seeds of `held_out_levels` as items.
+
+    Raises:
+        UserError: the environment raised on the first level.
+    """
     from envs.process_state import keep_process_state
     from posttrain.rollout import open_env
 

@@ -148,8 +148,10 @@ class Chat(Literals):
         (e.g. what an interpreter printed). The content is cut there, so that no token is on both sides. With
         `train: False` neither the content nor its stop token is trained.
 
-        messages: the conversation; `tool_calls` of an assistant are part of what it wrote, results of tools are
-        messages of the role tool.
+        Args:
+            messages: the conversation; `tool_calls` of an assistant are part of what it wrote, results of tools are
+                messages of the role tool.
+            tools: schemas of the tools that the model is shown.
         """
         return self.encode_batch([messages], [tools])[0]
 

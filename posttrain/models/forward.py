@@ -46,6 +46,11 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each trained token and the entropy at its position, with gradient.
 
+    Args:
+        rows: token ids of each row.
+        masks: True on the trained tokens of each row; never on its first token.
+        temperature: divides the logits.
+
     Returns:
         Log-probs and entropies in nats, both (S,): the S trained tokens, row after row.
     """
@@ -59,7 +64,9 @@ def trained_states(
 
     Rows are padded on the right, which a causal model cannot see, so no attention mask is needed.
 
-    masks: True on the trained tokens of each row; never on its first token.
+    Args:
+        rows: token ids of each row.
+        masks: True on the trained tokens of each row; never on its first token.
 
     Returns:
         Hidden states (S, D) before the output layer, and token ids (S,), row after row.
@@ -78,6 +85,10 @@ def trained_states(
 def backbone_states(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Return the model's hidden states before the output layer at some positions.
 
+    Args:
+        predicts_BT: True at the positions to return.
+        **inputs: of the model's forward, as `input_ids`.
+
     Returns:
         Hidden states (S, D), row after row.
     """
@@ -92,7 +103,8 @@ def backbone_states(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs:
 def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tensor:
     """Return an attention mask in the form that the model's attention implementation takes.
 
-    sees_BQK: True where a token (Q) attends to a key (K).
+    Args:
+        sees_BQK: True where a token (Q) attends to a key (K).
 
     Returns:
         The mask, (B, 1, Q, K): of numbers to add for eager and sdpa, of booleans otherwise.
@@ -136,7 +148,10 @@ def head_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each token and the entropy at its position, with gradient.
 
-    hidden_SD: hidden states before the output layer, from which the tokens are predicted.
+    Args:
+        hidden_SD: hidden states before the output layer, from which the tokens are predicted.
+        tokens_S: token ids.
+        temperature: divides the logits.
 
     Returns:
         Log-probs and entropies in nats, both (S,).
@@ -167,7 +182,9 @@ def kl_backward(
     backward pass of the hidden states, whose graph is freed.
 
     Args:
+        hidden_SD: the model's hidden states before the output layer.
         teacher: the teacher, which may be the model itself without its adapter.
+        teacher_SD: the teacher's hidden states at the same positions.
         weight: factor of the gradient; None for no gradient.
         without_adapter: context in which the model is the teacher; rows of the output layer may be trained as well.
 
@@ -204,6 +221,8 @@ def reverse_kl(
     one of the models has more logits, for tokens that do not exist, the first ones are compared alone.
 
     Args:
+        hidden_SD: the model's hidden states before the output layer.
+        teacher_SD: the teacher's hidden states at the same positions.
         weights_S: factor of each position's KL in the sum; None for no gradient.
         temperature: divides the logits of both.
 
@@ -238,7 +257,8 @@ def _gradient(
 
     The output layer is given its gradient at once: logits exist for a few tokens at a time.
 
-    loss: of log-probs of the model and of the teacher, both (C, V), and the place of these tokens.
+    Args:
+        loss: of log-probs of the model and of the teacher, both (C, V), and the place of these tokens.
     """
     layer: Any = model.get_output_embeddings()
     tokens = max(1, KL_TILE.get(hidden_SD.device.type, KL_TILE["cuda"]) // len(layer.weight))
@@ -305,7 +325,9 @@ def prefix_of(ids: Ids, mask: Sequence[bool]) -> tuple[int, ...]:
 def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> list[tuple[int, ...]]:
     """Return prefixes that several rows share, the largest savings first.
 
-    budget: the largest number of tokens of all prefixes together.
+    Args:
+        rows: token ids and mask of each row.
+        budget: the largest number of tokens of all prefixes together.
     """
     count: dict[tuple[int, ...], int] = {}
     for ids, mask in rows:

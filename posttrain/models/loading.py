@@ -42,6 +42,8 @@ def load(
         model: which model, its tuning and dtype. "auto" is float32 whatever the checkpoint holds, so that training has
             full master weights (autocast supplies bfloat16). For tuning=qlora the weights are 4-bit; `peft_config`
             gives the adapter.
+        device: "auto", "cpu", "cuda" or "mps".
+        chat_template: path of a template, or None for the model's own.
         training: False makes dtype "auto" bfloat16 where the hardware has it.
 
     Raises:
@@ -132,7 +134,10 @@ def other_tokens(own: Chat, other: Chat) -> str:
 def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) -> LoraConfig | None:
     """Return peft's settings for tuning=lora or qlora; None for full fine-tuning.
 
-    chat: its chat. Tokens that the chat had to add have no trained embedding yet: their rows are trained as well.
+    Args:
+        model: which tuning.
+        net: the loaded model.
+        chat: its chat. Tokens that the chat had to add have no trained embedding yet: their rows are trained as well.
     """
     if model.tuning == "full":
         return None
@@ -245,6 +250,11 @@ def save(
     bits, which would round the result) and also saved in `adapter/` beside the folder.
 
     Args:
+        folder: the result's folder, as runs/mine/final.
+        net: the trained model.
+        chat: its chat.
+        config: the run's config as values of JSON.
+        source: the model that the phase started from.
         history: `model_card.phase_record` of the phases that made the model; without them there is no card.
         **meta: values to store in the manifest, as `phase` and `step`.
 

@@ -72,6 +72,9 @@ def phase_record(
     """Return the record of a phase for the model card, as JSON values.
 
     Args:
+        phase: as "phase1".
+        config: the run's config.
+        step: the last step.
         data: path, kind, licence, train and held_out rows of each source.
         results: figures on held-out items.
     """
@@ -142,7 +145,11 @@ def render_card(
 ) -> str:
     """Return the card, metadata and text, of a model that these phases made, one after another.
 
-    adapter: whether to write the card of the last phase's LoRA adapter alone, which needs the model before it.
+    Args:
+        records: of the phases, the first one first.
+        model_type: architecture, as "llama".
+        adapter: whether to write the card of the last phase's LoRA adapter alone, which needs the model before it.
+        publication: name and evaluation of a model to publish.
     """
     publication = publication or Published()
     start = records[-1] if adapter else records[0]

@@ -61,6 +61,10 @@ class Planned(NamedTuple):
 def print_plan(cfg: Any, option: str, file: str) -> None:
     """Print the plan of a run of any phase.
 
+    Args:
+        option: the value of `--plan`.
+        file: the config file of the run.
+
     Raises:
         UserError: the option is wrong; or it names one device, and the run does not fit there with its own settings.
     """

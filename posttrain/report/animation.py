@@ -53,7 +53,11 @@ def panels(results: Results, row: Record) -> list[Panel]:
 def animate(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
     """Return an animation as a GIF: a row for each environment, a column for each checkpoint, level after level.
 
-    rows: of transcripts.jsonl. levels: number of levels of each environment.
+    Args:
+        results: of an evaluation.
+        rows: of transcripts.jsonl.
+        checkpoints: columns, by name.
+        levels: number of levels of each environment.
     """
     shown = list(pictures(results, shown_episodes(results, rows, checkpoints, levels), checkpoints))
     if not shown:
@@ -77,6 +81,7 @@ def shown_episodes(results: Results, rows: Sequence[Record], checkpoints: Sequen
 
 
 def figures_by_env(results: Results, checkpoint: str) -> dict[str, Any]:
+    """Return a checkpoint's figures by environment."""
     return results["checkpoints"][checkpoint].get("envs", {})
 
 

@@ -41,9 +41,17 @@ TOKEN_FIGURES = ("logprob", "entropy", "advantage", "loss")
 def frames_of(
     name: str, options: Mapping[str, Any], seed: int, reset_options: dict[str, Any], actions: Sequence[str]
 ) -> list[np.ndarray]:
-    """Play an episode again and return its pictures; [] without a renderer.
+    """Play an episode again and return its pictures.
 
-    RGB frames (uint8, height x width x 3): the start and one per action.
+    Args:
+        name: of the environment.
+        options: of the environment.
+        seed: of the level.
+        reset_options: options of `reset`, as {"split": "test"}.
+        actions: that were played.
+
+    Returns:
+        RGB frames (uint8, height x width x 3): the start and one per action; [] without a renderer.
     """
     import envs
 

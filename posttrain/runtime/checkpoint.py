@@ -45,6 +45,7 @@ def save(folder: Path, write: Callable[[Path], object], **meta: Any) -> Path:
         final/model.safetensors  final/config.json  ...  final/manifest.json
 
     Args:
+        folder: the checkpoint's folder.
         write: writes the files into the temporary folder that it gets; one rename puts this at `folder`.
         **meta: values to store in the manifest, as `step`.
     """
@@ -74,6 +75,10 @@ def seal(folder: Path, **meta: Any) -> dict[str, Any]:
     """Write and return the manifest of a folder whose files are complete, for checkpoints that another library wrote.
 
     All files get the permissions of the umask: safetensors writes weights that only their owner may read.
+
+    Args:
+        folder: the checkpoint's folder.
+        **meta: values to store in the manifest, as `step`.
     """
     unnamed = folder / f"{MANIFEST}.partial"
     with unnamed.open("w", encoding="utf-8") as out:
@@ -106,9 +111,14 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def verify(folder: Path, *, weights: bool = True) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; UserError if a file is missing or differs from what was written.
+    """Return the manifest of a checkpoint after comparing every file with it.
 
-    weights: compare the large files, too; otherwise only configuration, tokenizer and template.
+    Args:
+        folder: the checkpoint's folder.
+        weights: compare the large files, too; otherwise only configuration, tokenizer and template.
+
+    Raises:
+        UserError: a file is missing or differs from what was written.
     """
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
@@ -153,7 +163,11 @@ def is_whole(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest without checking the files; UserError if the manifest is missing or cannot be read."""
+    """Return the manifest without checking the files.
+
+    Raises:
+        UserError: the manifest is missing or cannot be read.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a checkpoint: there is no such folder.")
     try:
@@ -205,8 +219,10 @@ def latest_good(
 ) -> Path | None:
     """Return the newest checkpoint that verifies; None without one.
 
-    say: called with a line for each newer checkpoint that does not verify. also: a further check of a checkpoint's
-    folder, which may raise a UserError.
+    Args:
+        run_dir: the run's folder.
+        say: called with a line for each newer checkpoint that does not verify.
+        also: a further check of a checkpoint's folder, which may raise a UserError.
     """
     for _, folder in reversed(numbered(run_dir)):
         try:
@@ -249,13 +265,21 @@ def _worth_keeping(path: Path) -> bool:
 
 
 def claim(output_dir: Path, resume: bool) -> None:
-    """Lock the output folder for this process; UserError if it holds a run, or another process writes to it."""
+    """Lock the output folder for this process.
+
+    Raises:
+        UserError: it holds a run, or another process writes to it.
+    """
     in_use(output_dir, resume)
     lock_folder(output_dir)
 
 
 def lock_folder(output_dir: Path) -> None:
-    """Lock the output folder, which may hold files, for this process; UserError if another process has locked it."""
+    """Lock the output folder, which may hold files, for this process.
+
+    Raises:
+        UserError: another process has locked it.
+    """
     key = output_dir.resolve()
     if key in _claimed:
         return

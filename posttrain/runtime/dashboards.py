@@ -39,6 +39,8 @@ def as_transformers(key: str) -> str:
 
 
 class Dashboard(Protocol):
+    """One dashboard of a run."""
+
     has: Held
 
     def log(self, row: Mapping[str, float], step: int) -> None: ...
@@ -86,6 +88,7 @@ class Dashboards:
             self._show(row, step)
 
     def _show(self, row: Mapping[str, Any], step: int) -> None:
+        """Show a row of the file `SHOWN`."""
         pictures = [self.out / name for name in row["pictures"]]
         for one in self.each:
             if (step, f"{row['title']}/picture 0") not in one.has and all(map(Path.exists, pictures)):
@@ -111,7 +114,11 @@ def open_dashboards(
 ) -> Dashboards:
     """Start the run on each dashboard of `cfg.report_to`, or continue it; do nothing in the other processes.
 
-    settings: the config as values of JSON, to show beside the curves. named: returns a metric's name on the dashboard.
+    Args:
+        cfg: the config of a phase.
+        settings: the config as values of JSON, to show beside the curves.
+        resume: continue the run of an earlier process.
+        named: returns a metric's name on the dashboard.
     """
     out = Path(cfg.output_dir)
     if not cfg.report_to or not runlog.is_main_process():

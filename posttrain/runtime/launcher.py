@@ -20,6 +20,7 @@ ONE_PROCESS = "rollout.engine=vllm runs in a single process: write rollout.engin
 
 
 def processes() -> int:
+    """Return how many processes the launcher has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -47,7 +48,11 @@ def sharding() -> Sharding:
 
 
 def check_launch(cfg: Any) -> None:
-    """Raise UserError for a launch with too few processes, or with a sharding that this config does not support."""
+    """Raise UserError for a launch with too few processes, or with a sharding that this config does not support.
+
+    Args:
+        cfg: the config of a phase.
+    """
     _check_processes()
     for variable in OTHERS:
         if is_on(variable):

@@ -28,9 +28,13 @@ T = TypeVar("T")
 
 
 def join(device: torch.device, timeout: float = TIMEOUT) -> None:
-    """Join the other processes of a launch, waiting `timeout` seconds; TRL's trainers use the same process group.
+    """Join the other processes of a launch; TRL's trainers use the same process group.
 
     NCCL's own limit is ten minutes, and without `device_id` it guesses which GPU belongs to a process.
+
+    Args:
+        device: of this process.
+        timeout: seconds to wait for another process.
     """
     if launcher.processes() > 1 and not dist.is_initialized():
         patience = timedelta(seconds=timeout)

@@ -72,7 +72,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def place(models: dict[str, Any], device: torch.device) -> Placement:
     """Return an object that holds these models' weights from now on: here, or with FSDP2 a share in each process.
 
-    models: by name; None where the run has no model of this name.
+    Args:
+        models: the models by name; None where the run has no model of this name.
+        device: of this process.
     """
     return Shards(models, device) if launcher.sharding() == "fsdp2" else Placement(models, device)
 
@@ -93,7 +95,8 @@ class Placement:
     def whole(self, *names: str, write: bool = False) -> Iterator[dict[str, Any]]:
         """Give these models with all their weights, to play, to measure and to save; outside they may have none.
 
-        write: what is written into them is trained from then on.
+        Args:
+            write: what is written into them is trained from then on.
         """
         yield self.models
 
@@ -103,6 +106,7 @@ class Placement:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
+        """Compute without gradient inside."""
         with torch.no_grad():
             yield
 
@@ -116,8 +120,9 @@ class Placement:
     def even(self, own: list[Any], most: int, spare: Sequence[Any]) -> list[Any]:
         """Return this process's micro-batches, filled up where all processes need equally many.
 
-        most: the largest number that a process has. spare: the rows of a micro-batch that takes the place of a missing
-        one, with weight 0.
+        Args:
+            most: the largest number that a process has.
+            spare: the rows of a micro-batch that takes the place of a missing one, with weight 0.
         """
         return own
 

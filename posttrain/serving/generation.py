@@ -34,10 +34,17 @@ class Generator:
 
     @property
     def context(self) -> int:
+        """Return the largest number of tokens that the model can read."""
         return context_of(self.model)
 
     def answer(self, ids: list[int], params: SamplingParams, seed: int) -> Answer:
-        """Return the answer to a prompt, which is generated while it is read."""
+        """Return the answer to a prompt, which is generated while it is read.
+
+        Args:
+            ids: token ids of the prompt.
+            params: sampling and length.
+            seed: of the sampling.
+        """
         return Answer(self.chat, self.write(ids, params, seed))
 
     def write(self, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:

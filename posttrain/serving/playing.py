@@ -115,7 +115,13 @@ def show_levels(
 ) -> None:
     """Play levels of the evaluator and show observations, answers, rewards and results.
 
-    episodes: number of levels. delay: seconds between turns.
+    Args:
+        generator: the model.
+        env: the environment.
+        cfg: config of the chat.
+        setting: sampling of the model.
+        episodes: number of levels.
+        delay: seconds between turns.
     """
     from posttrain import metrics
 
@@ -135,6 +141,7 @@ def show_levels(
 
 
 def play_level(level: PlayedLevel, out: Console, title: str, delay: float) -> None:
+    """Play a level to its end, on the terminal."""
     env = level.episode.env
     while not level.over:
         out.print(Text(f"\n{title}, turn {level.episode.turns + 1}", "bold"))

@@ -187,7 +187,8 @@ class Learner:
 
         They are the sampler's own, and nothing is computed, where it rounds as the learner does.
 
-        needed_B: bool, whose tokens are needed; those of other episodes are NaN.
+        Args:
+            needed_B: bool, whose tokens are needed; those of other episodes are NaN.
         """
         if self.exact:
             return batch.sampler_S
@@ -246,7 +247,8 @@ class Learner:
     def micro_batches(self, rows: list[BatchRow], shared: Sequence[tuple[int, ...]] = ()) -> list[list[BatchRow]]:
         """Return this process's share of the rows as micro-batches; all have the same number of them, or one less.
 
-        shared: prefixes that do not count towards a micro-batch's tokens.
+        Args:
+            shared: prefixes that do not count towards a micro-batch's tokens.
         """
         prefixes = set(shared)
 
@@ -366,7 +368,8 @@ class Learner:
     def clipped_gradients(self, critic_alone: bool) -> list[float]:
         """Add up the gradients of all processes, clip them, and return the norms of policy and critic before that.
 
-        critic_alone: drop those of the policy: not even the optimizer's moments learn from the critic's loss.
+        Args:
+            critic_alone: drop those of the policy: not even the optimizer's moments learn from the critic's loss.
         """
         self.placement.sum_gradients(self.trainable[POLICY] + self.trainable[CRITIC])
         for parameter in self.trainable[POLICY] if critic_alone else ():

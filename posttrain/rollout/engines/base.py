@@ -29,8 +29,9 @@ class Sampler(Protocol):
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         """Write these turns, and those that `then` asks for, until it asks for none.
 
-        then: takes the (handle, completion) of each turn that has just been written, and returns the turns to write
-        next. It may append, open and close, but not touch a conversation whose turn is still being written.
+        Args:
+            then: takes the (handle, completion) of each turn that has just been written, and returns the turns to write
+                next. It may append, open and close, but not touch a conversation whose turn is still being written.
         """
         ...
 

@@ -165,7 +165,8 @@ class Writing:
     def ready(self, free: Sequence[int]) -> tuple[torch.Tensor, int]:
         """Prepare the first rows for a forward pass; return which are done, (B,), and how many positions they see.
 
-        free: for each row, the first position that its slot does not need; a row without a turn writes there.
+        Args:
+            free: for each row, the first position that its slot does not need; a row without a turn writes there.
         """
         width = len(free)
         self.grow(width)

@@ -52,10 +52,12 @@ class Content:
     free_text: list[str] = field(default_factory=list)  # "hardware: two CPU cores"
 
     def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
         content = self.files[name]
         return len(content) if isinstance(content, bytes) else content.stat().st_size
 
     def write(self, folder: Path) -> None:
+        """Write the files into an empty folder."""
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"--folder {folder} is not empty. Name another one.")
         for name, content in self.files.items():
@@ -80,8 +82,11 @@ def model_of(run: Path) -> Path:
 def gather_content(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path | None = None) -> Content:
     """Return the files that are published.
 
-    run: as in `model_of`. repo: OWNER/NAME. include: further files or folders of the phase. evaluation: folder of
-    results.json, if not the run's own.
+    Args:
+        run: as in `model_of`.
+        repo: OWNER/NAME.
+        include: further files or folders of the phase.
+        evaluation: folder of results.json, if not the run's own.
     """
     folder = model_of(run)
     manifest = checkpoint.verify(folder)

@@ -32,9 +32,15 @@ STYLE = """
 
 
 def require_gradio() -> None:
-    """Turn gradio's telemetry off; UserError if gradio is missing."""
+    """Turn gradio's telemetry off.
+
+    Raises:
+        UserError: gradio is missing.
+    """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(1 << 60)  # else it keeps figures of each event, with pandas
+    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(
+        1 << 60
+    )  # otherwise it keeps figures of each event, with pandas
     try:
         import gradio  # noqa: F401
     except ImportError as error:
@@ -123,7 +129,14 @@ def theme() -> Any:
 
 
 def serve_page(generators: dict[str, Generator], cfg: ChatRun, listening: socket.socket, password: str | None) -> None:
-    """Serve the web chat until Ctrl-C. generators: one or two models by name. password: None for a page without one."""
+    """Serve the web chat until Ctrl-C.
+
+    Args:
+        generators: one or two models by name.
+        cfg: config of the chat.
+        listening: socket of `listen`.
+        password: of `chosen_password`; None for a page without one.
+    """
     import uvicorn
 
     from envs.guard import patient_protocol

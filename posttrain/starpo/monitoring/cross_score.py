@@ -93,7 +93,8 @@ def cross_scores(
 
     A model that computes something else with a shared prefix reads every pair as a whole, with a warning.
 
-    token_budget: padded tokens of a forward pass, without one layer's copy of the prefix for each row.
+    Args:
+        token_budget: padded tokens of a forward pass, without one layer's copy of the prefix for each row.
     """
     assert all(prompts) and all(reasonings), "every prompt and every reasoning needs a token"
     scores_RN = torch.zeros(len(reasonings), len(prompts))
