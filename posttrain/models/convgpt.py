@@ -380,8 +380,8 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if self.fused is not None and decoding:
             hidden_states = self.fused(hidden_states, position_ids, masks["full_attention"], past_key_values)
         else:
-            kind, dtype = hidden_states.device.type, hidden_states.dtype
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype  # of products
+            device, dtype = hidden_states.device.type, hidden_states.dtype
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype  # of products
             position_embeddings = rotary(self.config, position_ids, dtype)
             for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
                 hidden_states = layer(
