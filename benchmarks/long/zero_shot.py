@@ -3,9 +3,9 @@
     python benchmarks/long/zero_shot.py MODEL [MODEL ...]  # hours; go on with it whenever you like
     python benchmarks/long/zero_shot.py                    # the table of what has been measured
 
-64 validation levels of each environment, temperature 0.5, at most 5 turns of 80 tokens (in FrozenLake its own 8). A
-game that is finished adds its row to the results and is not played again. benchmarks/baselines.py tells what random
-play wins.
+64 validation levels of each environment, temperature 0.5, at most 5 turns (in FrozenLake its own 8) of 128 tokens, 256
+where the answer is a calculation or a program. A game that is finished adds its row to the results and is not played
+again. benchmarks/baselines.py tells what random play wins.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from posttrain.runtime import runlog
 from posttrain.types import Record, SamplingParams, Trajectory, derive_seed, short_name
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "zero_shot.jsonl"
-LEVELS, TOKENS, CONTEXT = 64, 80, 3500
+LEVELS, CONTEXT = 64, 3500
 TURNS = 5  # as RAGEN plays
 STYLES = ("plain", "compact")
 
 
 class Game(NamedTuple):
-    """An environment, its options, and the most turns, where None takes its own number."""
+    """An environment, its options, the most turns, where None takes its own number, and the most tokens of a turn."""
 
     name: str
     options: dict[str, Any]
     turns: int | None = TURNS
+    tokens: int = 128
 
     @property
     def title(self) -> str:
@@ -48,14 +49,9 @@ class Game(NamedTuple):
 
 GAMES = [
     Game("frozen_lake", {}, turns=None),
-    *(
-        Game(name, {})
-        for name in (
-            "bandit", "countdown", "metamath_qa", "sokoban", "search_qa", "rubiks_cube", "sudoku", "web_shop",
-            "deep_coder", "lean", "game_2048",
-        )
-    ),
-]  # fmt: skip
+    *(Game(name, {}) for name in ("bandit", "sokoban", "search_qa", "rubiks_cube", "sudoku", "web_shop", "game_2048")),
+    *(Game(name, {}, tokens=256) for name in ("countdown", "metamath_qa", "deep_coder", "lean")),
+]
 
 
 def row_of(model: str, game: Game, style: str, episodes: Sequence[Trajectory], seconds: float) -> Record:
@@ -86,7 +82,6 @@ def measure(folder: str, done: set[tuple[str, str, str]]) -> Iterator[Record]:
     section, name = ModelSection(name_or_path=folder), short_name(folder)
     model, chat = models.load(section, device="auto", chat_template=None, training=False)
     sampler = open_sampler(model.bfloat16(), chat)
-    params, context = SamplingParams(max_new_tokens=TOKENS, temperature=0.5), Context(max_tokens=CONTEXT)
     seeds = [derive_seed(0, "sampling", n) for n in range(LEVELS)]
     for game in GAMES:
         for style in STYLES:
@@ -97,7 +92,8 @@ def measure(folder: str, done: set[tuple[str, str, str]]) -> Iterator[Record]:
             limits = ProtocolSection.model_validate({"style": style, "max_turns": game.turns})
             places = [derive_seed(0, "level", n) for n in range(LEVELS)]
             episodes = [new_episode(env, limits, seed, "validation", derive_seed(seed, "noise")) for seed in places]
-            played = play(sampler, chat, episodes, params, seeds, slots=LEVELS, context=context)
+            params = SamplingParams(max_new_tokens=game.tokens, temperature=0.5)
+            played = play(sampler, chat, episodes, params, seeds, slots=LEVELS, context=Context(max_tokens=CONTEXT))
             yield row_of(name, game, style, played, time.monotonic() - began)
 
 
