@@ -206,6 +206,11 @@ class StarPOTrainerSection(Section):
     gradient_checkpointing: bool | None = Field(
         "recompute activations to save memory; null does so where less than four contexts would fit without", None
     )
+    torch_compile: bool | None = Field(
+        "compile the decoder's layers, each by itself (TRL's key, there for the whole model); null does so on a GPU,"
+        " except with qlora",
+        None,
+    )
 
 
 class EvaluationSection(Section):
@@ -392,9 +397,12 @@ class StarPORun(TrainingRun):
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Return whether an update can read common prefixes once: not with recomputed layers or a separate critic."""
+        """Return whether an update can read common prefixes once.
+
+        Not with recomputed layers or a separate critic; compiled layers read whole rows faster.
+        """
         own_trunk = self.algorithm.critical and self.algorithm.critic.kind != "shared"
-        return not self.trainer.gradient_checkpointing and not own_trunk
+        return not self.trainer.gradient_checkpointing and not self.trainer.torch_compile and not own_trunk
 
     @classmethod
     def preset_keys(cls, values: dict[str, Any]) -> dict[str, Any]:

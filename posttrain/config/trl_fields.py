@@ -57,6 +57,10 @@ SET_BY_SCRIPTS = NOT_SUPPORTED | {
         ("dataset_text_field", "dataset_kwargs", "dataset_num_proc"),
         "the data is tokenised before TRL sees it; its columns are in the section `data`",
     ),
+    **dict.fromkeys(
+        ("torch_compile_backend", "torch_compile_mode"),
+        "the decoder's layers are compiled, each by itself, with torch's own backend, see `torch_compile`",
+    ),
     "remove_unused_columns": "the script knows which columns it needs",
     **dict.fromkeys(
         ("precompute_ref_log_probs", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
@@ -213,6 +217,7 @@ class TRLFields:
     def _check(self, values: dict[str, Any]) -> dict[str, Any]:
         allowed = self.allowed()
         allowed["learning_rate"] = float | None  # null takes what fits model.tuning
+        allowed["torch_compile"] = allowed["gradient_checkpointing"] = bool | None  # null: what fits the device
         if self.source.endswith(":DPOConfig"):
             allowed["loss_type"] = list[Literal[DPO_LOSSES]] | Literal[DPO_LOSSES]
         fields: dict[str, Any] = {name: (_bounded(name, allowed[name]), ...) for name in values if name in allowed}

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from posttrain.config import TrainingRun
 from posttrain.data import prepared_rows
 from posttrain.finetune import training
-from posttrain.models import Chat
-from posttrain.plan import Place, can_be_deterministic, check_run, warning
-from posttrain.runtime import checkpoint, hardware, run_identity, runlog, trl_arguments
+from posttrain.models import Chat, compile_layers, model_files
+from posttrain.plan import BY_MEMORY, Place, Shape, can_be_deterministic, check_run, choose_rows, warning
+from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runlog, trl_arguments
 
 
 class TrainingSetup(NamedTuple):
@@ -42,7 +42,8 @@ def set_up(
         **fixed: training arguments that the config cannot change.
     """
     output_dir = Path(cfg.output_dir)
-    cfg = hardware.settle(cfg)
+    cfg, begun = hardware.settle(cfg), run_identity.begun_with(output_dir) if resume else {}
+    cfg = _as_begun(cfg, begun.get("trainer", {}))
     if runlog.is_main_process():
         check_run(cfg, resume=resume, kept=output_dir / folder)
         if resume:
@@ -50,13 +51,43 @@ def set_up(
         checkpoint.claim(output_dir, resume)
     batches = run_identity.same_batches(output_dir, cfg) if resume else cfg
     device = hardware.resolve_device(cfg.device)
+    parallel.join(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))
+    place = Place.here(device)  # before the model takes memory
+    if not begun:
+        cfg = batches = _fitted(cfg, place)
     args = trl_arguments.arguments(kind, batches, device, **fixed)
     set_seed(cfg.seed)
-    place = Place.here(device)  # before the model takes memory
 
     model, chat = training.load_model(cfg)
     rows = prepared_rows.prepare(output_dir / folder, cfg, chat, args, load_rows, resume=resume)
     if words := warning(cfg, args, place, max(prepared_rows.row_lengths(rows["train"]))):
         runlog.say(words)
     training.save_work(model, device)
-    return TrainingSetup(cfg, args, model, chat, rows, output_dir / folder, can_be_deterministic(model, args.bf16))
+    deterministic = can_be_deterministic(model, args.bf16)
+    if hardware.trainer_field(cfg, "torch_compile"):
+        compile_layers(model, deterministic=deterministic)
+    return TrainingSetup(cfg, args, model, chat, rows, output_dir / folder, deterministic)
+
+
+def _left_to_memory(cfg: TrainingRun) -> tuple[str, ...]:
+    """Return the keys of `trainer` that the config leaves to the memory plan."""
+    if hardware.trainer_field(cfg, "auto_find_batch_size"):
+        return BY_MEMORY
+    return BY_MEMORY[:1] if hardware.trainer_field(cfg, "gradient_checkpointing") is None else ()
+
+
+def _as_begun(cfg: TrainingRun, before: dict[str, Any]) -> TrainingRun:
+    """Return the config with what the memory plan chose when the run began: sums would round otherwise."""
+    return hardware.with_trainer(cfg, **{name: before[name] for name in _left_to_memory(cfg) if name in before})
+
+
+def _fitted(cfg: TrainingRun, place: Place) -> TrainingRun:
+    """Return the config with the keys that the memory decides."""
+    if not (names := _left_to_memory(cfg)):
+        return cfg
+    chosen = choose_rows(Shape.of(model_files.load_config(cfg.model), cfg.model), cfg, place)
+    if len(names) > 1:
+        rows, accumulated = chosen["per_device_train_batch_size"], chosen["gradient_accumulation_steps"]
+        again = ", activations recomputed" if chosen["gradient_checkpointing"] else ""
+        runlog.say(f"Planned by memory: micro-batches of {rows}, {accumulated} of them a step{again}.")
+    return hardware.with_trainer(cfg, **chosen)

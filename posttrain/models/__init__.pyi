@@ -5,6 +5,7 @@ from .chat import (
     Encoded as Encoded,
     template_text as template_text,
 )
+from .compiled import compile_layers as compile_layers
 from .convgpt import (
     ConvGPTConfig as ConvGPTConfig,
     ConvGPTForCausalLM as ConvGPTForCausalLM,

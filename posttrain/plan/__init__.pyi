@@ -8,7 +8,7 @@ from .episodes import (
 from .parts import Numbers as Numbers, gib as gib, peak_bytes as peak_bytes
 from .preflight import check_hub as check_hub, check_run as check_run, try_output_layer as try_output_layer
 from .report import print_plan as print_plan
-from .rows import warning as warning
+from .rows import BY_MEMORY as BY_MEMORY, RowSettings as RowSettings, choose_rows as choose_rows, warning as warning
 from .selftest import (
     can_be_deterministic as can_be_deterministic,
     can_share_prefixes as can_share_prefixes,

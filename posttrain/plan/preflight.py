@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,8 @@ def _check_libraries(cfg: Any) -> None:
             "model.attn_implementation=flex_attention has no backward pass without an NVIDIA GPU. Write"
             " model.attn_implementation=sdpa."
         )
+    if hardware.trainer_field(cfg, "torch_compile") and device.type != "cuda":
+        _check_compiler(device)
     if device.type == "mps" and cfg.model.tuning == "qlora":
         raise UserError("model.tuning=qlora needs bitsandbytes, which does not support device=mps: write lora.")
     if bf16 is True and not hardware.has_bf16(device):
@@ -119,6 +122,17 @@ def _check_libraries(cfg: Any) -> None:
             "trainer.bf16=true, but this device has no bfloat16 in hardware (a GPU since Ampere, a CPU with AVX512-BF16"
             " or AMX) and emulates it, slower than float32. Leave trainer.bf16 out (it is then on where the "
             "hardware has it) or write false."
+        )
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Raise UserError where torch.compile has no C++ compiler, which it needs for a CPU."""
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if device.type != "cpu" or not found:
+        why = "it has not been tried on this device" if device.type != "cpu" else "there is no C++ compiler here"
+        raise UserError(
+            f"trainer.torch_compile=true cannot be used: {why}. Leave it out (layers are then compiled on an NVIDIA GPU"
+            " alone), or on a CPU install a compiler: `sudo apt-get install g++`."
         )
 
 

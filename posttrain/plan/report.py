@@ -114,14 +114,14 @@ def plan(shape: Shape, cfg: Any, fleet: Fleet) -> Planned:
 
 
 def with_device_defaults(cfg: Any, fleet: Fleet) -> Any:
-    """Return the config with the device's defaults: bfloat16, and in phases 1 and 2 gradient checkpointing."""
+    """Return the config with the device's defaults: bfloat16 and compiled layers."""
     cuda = fleet.device.cuda
     update: dict[str, Any] = {}
     if hardware.trainer_field(cfg, "bf16") is None and not hardware.trainer_field(cfg, "fp16"):
         update["bf16"] = cuda or hardware.has_bf16(torch.device("cpu"))
-    if isinstance(cfg.trainer, dict):
-        return cfg.model_copy(update={"trainer": {"gradient_checkpointing": cuda} | cfg.trainer | update})
-    return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update=update)})
+    if hardware.trainer_field(cfg, "torch_compile") is None:
+        update["torch_compile"] = hardware.compiles(cfg, "cuda" if cuda else "cpu")
+    return hardware.with_trainer(cfg, **update)
 
 
 def _place(cfg: Any, fleet: Fleet, sharded: bool) -> Place:
@@ -162,8 +162,9 @@ def _of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, place: Place) -> Pl
 
 
 def _of_rows(shape: Shape, cfg: Any, fleet: Fleet, place: Place) -> Planned:
-    settings, memory = rows.RowSettings.of(cfg), float(place.held + place.free)
-    share = settings.share(place.processes)
+    memory, share = float(place.held + place.free), rows.RowSettings.of(cfg).share(place.processes)
+    cfg = hardware.with_trainer(cfg, **rows.choose_rows(shape, cfg, place, share))
+    settings = rows.RowSettings.of(cfg)
     own, best = rows.divisors(share, settings.rows)[-1], rows.largest_batch(shape, cfg, place)
     problem = "" if rows.fits(shape, cfg, place, own) else rows.rows_do_not_fit(shape, cfg, place, fleet.name)
     size = own if not problem else best

@@ -22,6 +22,11 @@ from posttrain.runtime import hardware
 # columns of the logits at a time: TRL's number, and the one that training.py sets
 COLUMNS = {"cuda": 32768, "cpu": VOCABULARY_CHUNK["cpu"]}
 OPTIMIZER = "adamw_torch_fused"  # the default of transformers
+# Tokens of a micro-batch that the plan chooses: more make a device no faster; fewer leave a GPU waiting for launches,
+# and then recomputing the activations of more is faster.
+MOST_TOKENS = {"cuda": 32768, "cpu": 2048}
+ENOUGH_TOKENS = {"cuda": 4096, "cpu": 1}
+BY_MEMORY = ("gradient_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 class RowSettings(NamedTuple):
@@ -131,6 +136,32 @@ def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Pa
             "square roots": numbers.mine(gradients) if roots else 0,
         },
     }
+
+
+def choose_rows(shape: Shape, cfg: Any, place: Place, share: int | None = None) -> dict[str, Any]:
+    """Return the keys of `trainer` that depend on the memory, with their values.
+
+    `gradient_checkpointing`, if the config leaves it open: off where a micro-batch fits without. With
+    `auto_find_batch_size`, the rows of a micro-batch as well: the most that divide a step, which keeps its rows.
+
+    share: rows of a step on one device; None takes those of the config.
+    """
+    settings, kind = RowSettings.of(cfg), "cuda" if place.cuda else "cpu"
+    share, given = share or settings.batch, hardware.trainer_field(cfg, "gradient_checkpointing")
+    searched = bool(hardware.trainer_field(cfg, "auto_find_batch_size"))
+    sizes = divisors(share, share) if searched else [settings.rows]
+    sizes = [rows for rows in sizes if settings.tokens(rows) <= MOST_TOKENS[kind]] or sizes[:1]
+    budget = place.held + place.free * (1 - MARGIN)
+    rows, recomputed = None, bool(given)
+    for recomputed in (False, True) if given is None else (given,):
+        tried = hardware.with_trainer(cfg, gradient_checkpointing=recomputed)
+        rows = parts.largest(sizes, budget, lambda rows, cfg=tried: peak_bytes(rows_memory(shape, cfg, place, rows)))
+        if rows is not None and (rows == sizes[-1] or settings.tokens(rows) >= ENOUGH_TOKENS[kind]):
+            break
+    if not searched:
+        return {"gradient_checkpointing": recomputed}
+    rows = rows or 1
+    return dict(zip(BY_MEMORY, (recomputed, rows, share // rows), strict=True))
 
 
 def largest_batch(shape: Shape, cfg: Any, place: Place) -> int | None:

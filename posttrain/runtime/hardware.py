@@ -91,23 +91,33 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def settle(cfg: TrainingConfig) -> TrainingConfig:
-    """Return the config of a phase with trainer.bf16 set for this machine where it is left open.
+    """Return the config of a phase with trainer.bf16 and trainer.torch_compile set for this machine where left open.
 
     Raises:
         UserError: this run does not support the launcher's settings.
     """
     launcher.check_launch(cfg)
-    if trainer_field(cfg, "bf16") is not None:
-        return cfg
     try:
-        bf16 = has_bf16(resolve_device(cfg.device)) and not trainer_field(cfg, "fp16")
+        device = resolve_device(cfg.device)
     except UserError:  # posttrain/plan/preflight.py reports it with all other mistakes
         return cfg
+    chosen = {"bf16": has_bf16(device) and not trainer_field(cfg, "fp16"), "torch_compile": compiles(cfg, device.type)}
+    return with_trainer(cfg, **{name: on for name, on in chosen.items() if trainer_field(cfg, name) is None})
+
+
+def compiles(cfg: TrainingRun, device: str) -> bool:
+    """Return whether decoder layers are compiled on a kind of device where the config leaves it open.
+
+    On a GPU: weights of 4 bits have kernels of their own, and DeepSpeed's hooks inside a layer cannot be compiled.
+    """
+    return device == "cuda" and cfg.model.tuning != "qlora" and not launcher.sharding().startswith("zero")
+
+
+def with_trainer(cfg: TrainingConfig, **changes: Any) -> TrainingConfig:
+    """Return the config with keys of its section `trainer` changed."""
     trainer: Any = cfg.trainer
-    update = {"bf16": bf16}
-    return cfg.model_copy(
-        update={"trainer": trainer | update if isinstance(trainer, dict) else trainer.model_copy(update=update)}
-    )
+    changed = trainer | changes if isinstance(trainer, dict) else trainer.model_copy(update=changes)
+    return cfg.model_copy(update={"trainer": changed})
 
 
 def trainer_field(cfg: Any, name: str) -> Any:

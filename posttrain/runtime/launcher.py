@@ -83,6 +83,8 @@ def not_sharded(cfg: Any) -> str:
             f"The optimizer is sharded with the model, and trainer.optim={trainer['optim']} of bitsandbytes cannot be."
             " Write trainer.optim=adamw_torch."
         )
+    if sharding().startswith("zero") and trainer.get("torch_compile"):
+        return "DeepSpeed's hooks inside a layer cannot be compiled: leave trainer.torch_compile out."
     return ""
 
 

@@ -28,10 +28,10 @@ def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
     for log in ("metrics.jsonl", "transcripts.jsonl", "alarms.jsonl", "shown.jsonl"):
         if (output_dir / log).exists():
             runlog.read_metrics(output_dir / log)
-    file = output_dir / checkpoint.RUN_CONFIG
-    if not file.exists():  # a new run, or one killed before its first step
+    begun = begun_with(output_dir)
+    if not begun:  # a new run, or one killed before its first step
         return
-    before, now = _flat(_read_begun(file)), _flat(settings)
+    before, now = _flat(begun), _flat(settings)
     keys = [key for key in sorted(before | now) if not {key, key.split(".")[0]} & {*FREE_TO_CHANGE}]
     differing = [key for key in keys if before.get(key) != now.get(key)]
     changed = [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in differing]
@@ -123,6 +123,16 @@ def _read_begun(file: Path) -> dict[str, Any]:
     if not isinstance(begun, dict):
         raise UserError(f"{file}, which holds the settings of the run, is damaged. {remedy}")
     return begun
+
+
+def begun_with(output_dir: Path) -> dict[str, Any]:
+    """Return the settings of the run that was started in a folder; empty where none has come to its first step.
+
+    Raises:
+        UserError: they are damaged.
+    """
+    file = output_dir / checkpoint.RUN_CONFIG
+    return _read_begun(file) if file.exists() else {}
 
 
 def remember_run(output_dir: Path, settings: dict[str, Any], resume: bool) -> None:

@@ -20,9 +20,9 @@ FIGURES = ("eval_loss", "eval_mean_token_accuracy", "eval_rewards/accuracies", "
 def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed: Any) -> Any:
     """Return TRL's SFTConfig or DPOConfig from a config.
 
-    Activations are recomputed only where memory is scarce: TRL does so everywhere, and on a CPU it only costs time.
-    bfloat16, which TRL switches on everywhere, is as `hardware.settle` has set it in the config. The first step is
-    logged, and `Reporter` logs the last one: a run on little data may be shorter than `logging_steps`.
+    bfloat16 and the recomputation of activations, which TRL switches on everywhere, are as `hardware.settle` and the
+    memory plan have set them in the config. The first step is logged, and `Reporter` logs the last one: a run on
+    little data may be shorter than `logging_steps`.
 
     Args:
         cfg: SFTRun or DPORun, whose section `trainer` replaces the defaults for the device.
@@ -32,7 +32,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         UserError: fields cannot be used together, or would have no effect.
     """
     defaults = {
-        "gradient_checkpointing": device.type == "cuda",
+        "gradient_checkpointing": False,
         "dataloader_pin_memory": device.type == "cuda",
         "save_total_limit": 2,
         "logging_first_step": True,
@@ -44,6 +44,8 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         "use_cpu": device.type == "cpu",
         "report_to": "none",  # our own Reporter writes the numbers, once, for all trackers
         "disable_tqdm": True,
+        "auto_find_batch_size": False,  # the plan has found it; TRL would wait until the memory runs out
+        "torch_compile": False,  # `models.compile_layers` compiles layers; TRL would compile the whole model
         "logging_nan_inf_filter": False,  # it would show a loss of 0 for nan
         "max_length": cfg.data.max_length,
         **fixed,
@@ -52,7 +54,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     compat.ignore_renamed_argument()
     with refusals_in_words():
         _check_weights(cfg.trainer)
-        args = kind(**{**defaults, **cfg.trainer, **fixed})
+        args = kind(**{**defaults, **{key: value for key, value in cfg.trainer.items() if value is not None}, **fixed})
         if device.type == "cpu" and launcher.sharding() == "fsdp2":
             compat.shard_on_cpus()
         _check_scheduler(args)

@@ -20,6 +20,7 @@ from posttrain.config import StarPORun
 from posttrain.models import (
     Chat,
     Prefixes,
+    compile_layers,
     head_logprobs,
     microbatches,
     prefix_of,
@@ -130,8 +131,12 @@ class Learner:
         self.deterministic = can_be_deterministic(model, bool(cfg.trainer.bf16))
         # sampler and trainer round alike in float32 alone
         our_engine = cfg.rollout.engine in ("auto", "slots", "replay")
-        self.exact = our_engine and policy.dtype == torch.float32 and not cfg.trainer.bf16
+        compiled = bool(cfg.trainer.torch_compile)
+        self.exact = our_engine and policy.dtype == torch.float32 and not cfg.trainer.bf16 and not compiled
         models = {"model": model, "critic": critic, "reference": reference, "teacher": teacher}
+        for each in models.values() if compiled else ():
+            if each is not None:
+                compile_layers(each, deterministic=self.deterministic)
         self.placement = sharding.place(models, device)
         self.model = self.placement.models["model"]
         self.reference: PreTrainedModel | None = self.placement.models["reference"]

@@ -257,10 +257,10 @@ def test_a_key_of_phase_3_is_set_in_a_file_or_names_its_source():
     assert [key for key, said in keys.items() if key not in written and not source.search(said)] == []
 
 
-def test_phase_3_has_at_most_98_keys_of_its_own():
+def test_phase_3_has_at_most_99_keys_of_its_own():
     keys = {key for key in leaves(StarPORun) if key.partition(".")[0] not in TrainingRun.model_fields}
     own = {key for key in keys if not key.startswith(OTHER_SCRIPTS)} | set(OTHER_SCRIPTS)
-    assert len(own) <= 98
+    assert len(own) <= 99
 
 
 def test_every_section_is_strict():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl.trainer.dpo_trainer import DPOTrainer
 
 from posttrain.finetune import training
+from posttrain.plan import rows as plan_rows
 from posttrain.runtime import checkpoint
 
 
@@ -85,6 +89,37 @@ def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_run(
     for figure in ("loss", "grad_norm", "num_tokens"):
         assert rows_of(tmp_path / "run", figure) == rows_of(whole, figure)
     assert same_weights(tmp_path / "run", whole)
+
+
+@pytest.mark.thorough
+def test_micro_batches_by_memory_keep_the_steps_and_a_resumed_run_keeps_them(
+    tmp_path: Path, phase: Phase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_memory = {"auto_find_batch_size": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    file, run = phase.config_in(tmp_path, max_steps=4, save_steps=2, **by_memory), tmp_path / "run"
+    phase.train("--config", str(file))
+    assert "micro-batches of 4, 1 of them a step" in capsys.readouterr().err
+    assert rows_of(run)[1] == pytest.approx(rows_of(phase.whole)[1], rel=1e-4)
+    for later in ("checkpoint-4", "final"):
+        shutil.move(run / later, tmp_path / later)
+    monkeypatch.setitem(plan_rows.MOST_TOKENS, "cpu", 1)
+    phase.train("--config", str(file), "--resume")
+    assert (run / "final" / "model.safetensors").read_bytes() == (tmp_path / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.thorough
+def test_compiled_layers_train_as_the_layers_do_and_resume_in_another_process(tmp_path: Path, phase: Phase) -> None:
+    file, run = phase.config_in(tmp_path, max_steps=4, save_steps=2, torch_compile=True), tmp_path / "run"
+    phase.train("--config", str(file))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert [*rows_of(run).values()] == pytest.approx([*rows_of(phase.whole).values()][:4], rel=0.05)
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "checkpoint-4")
+    shutil.rmtree(again / "final")
+    command = [f"{phase.script.name}.py", "--config", str(file), f"output_dir={again}", "--resume"]
+    subprocess.run([sys.executable, *command], check=True, cwd=Path(__file__).parents[2])
+    assert same_weights(run, again)
 
 
 @pytest.mark.thorough

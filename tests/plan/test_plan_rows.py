@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from test_plan import Alive, network, total
-from test_plan_report import run_of
+from test_plan_report import SHAPE, run_of
 from trl.trainer import utils as trl_utils
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
@@ -90,3 +90,37 @@ def test_the_peak_of_a_micro_batch(
     planned = max(sum(found[phase].values()) for phase in ("learning", "end of the backward pass"))
     assert 0.75 * planned <= alive.peak <= planned
     assert plan.peak_bytes(found) >= found["always"]["weights"] + planned
+
+
+def chosen(memory: float, cuda: bool = True, **trainer: Any) -> tuple[bool, int, int]:
+    """What the plan chooses for ConvGPT's shape on a device with so many GiB: recomputed, rows, accumulated."""
+    given: Any = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "gradient_checkpointing": None}
+    cfg = run_of(max_length=1024, bf16=True, **given | {"auto_find_batch_size": True} | trainer)
+    found = rows.choose_rows(SHAPE, cfg, Place(round(memory * 2**30), 0, cuda=cuda))
+    assert set(found) <= {*rows.BY_MEMORY}
+    return found["gradient_checkpointing"], found.get("per_device_train_batch_size", 0), len(found)
+
+
+def test_micro_batches_are_as_large_as_the_memory_allows() -> None:
+    found = [chosen(memory)[:2] for memory in (4, 6, 16, 24, 40, 80)]
+    for recomputed in (True, False):
+        sizes = [rows for again, rows in found if again is recomputed]
+        assert sizes == sorted(sizes) and len(set(sizes)) > 1
+    assert found[0][0] is True and found[-1] == (False, 16)
+    assert chosen(80, gradient_checkpointing=True)[0] is True
+    assert chosen(0.1)[:2] == (True, 1)  # which the run then warns of
+    assert chosen(80, cuda=False)[1] == 2, "more tokens make a CPU no faster"
+
+
+def test_activations_are_recomputed_where_a_micro_batch_does_not_fit_without() -> None:
+    own = {"auto_find_batch_size": False, "per_device_train_batch_size": 8}
+    assert [chosen(memory, **own)[0] for memory in (8, 80)] == [True, False]
+    assert chosen(8, **own)[2] == 1, "rows stay as they are given"
+
+
+def test_a_step_keeps_its_rows() -> None:
+    for memory in (4, 24, 80):
+        cfg = run_of(max_length=1024, bf16=True, per_device_train_batch_size=3, gradient_accumulation_steps=4)
+        cfg = cfg.model_copy(update={"trainer": cfg.trainer | {"auto_find_batch_size": True}})
+        found = rows.choose_rows(SHAPE, cfg, Place(memory << 30, 0, cuda=True))
+        assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 12

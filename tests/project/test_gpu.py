@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_compiled
 import test_phase1
 import test_phase2
 import test_phase3
@@ -146,6 +147,10 @@ def test_gradients_of_long_rows_are_deterministic(bf16: bool) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
+def test_gradients_of_compiled_layers_are_as_exact_as_those_of_the_layers() -> None:
+    test_compiled.test_gradients_are_as_exact_as_those_of_the_layers("cuda")
+
+
 def test_a_model_that_cannot_be_deterministic_is_trained_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert can_be_deterministic(build("llama").cuda(), False) and not torch.are_deterministic_algorithms_enabled()
     model = build("llama").cuda()
@@ -212,8 +217,9 @@ def test_phases_1_and_2_learn_and_resume(tmp_path: Path, files: SimpleNamespace,
         ["model.tuning=lora", "trainer.learning_rate=1e-2"],
         ["trainer.optim=adamw_8bit"],
         ["trainer.gradient_checkpointing=true"],
+        ["trainer.torch_compile=false"],
     ],
-    ids=["qlora", "lora", "8 bits", "recomputed"],
+    ids=["qlora", "lora", "8 bits", "recomputed", "not compiled"],
 )
 def test_phase_1_learns_under_other_settings(tmp_path: Path, files: SimpleNamespace, changes: list[str]) -> None:
     if "8bit" in changes[0] or "qlora" in changes[0]:
@@ -231,10 +237,11 @@ def test_phase_1_learns_under_other_settings(tmp_path: Path, files: SimpleNamesp
         {},
         {"trainer": {"gradient_checkpointing": True}},
         {"rollout": {"cuda_graphs": False}},
+        {"trainer": {"torch_compile": False}},
         {"rollout": {"engine": "replay"}},
         {"model": {"tuning": "qlora"}},
     ],
-    ids=["float32", "bfloat16", "recomputed", "launched", "replay", "qlora"],
+    ids=["float32", "bfloat16", "recomputed", "launched", "not compiled", "replay", "qlora"],
 )
 def test_phase_3_learns_and_resumes(
     tmp_path: Path,

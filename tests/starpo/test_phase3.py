@@ -241,6 +241,25 @@ def test_resuming_changes_nothing(whole: Path, player: Path, tmp_path: Path) -> 
         subprocess.run(["rm", "-r", *map(str, run.glob("*"))], check=True)
 
 
+@pytest.mark.thorough
+def test_compiled_layers_update_as_the_layers_do_and_resume_in_another_process(
+    whole: Path, player: Path, tmp_path: Path
+) -> None:
+    file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2, "torch_compile": True})
+    run, again = tmp_path / "run", tmp_path / "again"
+    train(file)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    norms = [next(row["policy/grad_norm"] for row in rows(each) if "policy/grad_norm" in row) for each in (run, whole)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.02)
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "checkpoint-2")
+    shutil.rmtree(again / "final")
+    command = ["train_phase3_starpo.py", "--config", str(file), f"output_dir={again}", "--resume"]
+    subprocess.run([sys.executable, *command], check=True, cwd=Path(__file__).parents[2])
+    for name, tensor in weights(run / "checkpoint-2").items():
+        assert torch.equal(tensor, weights(again / "checkpoint-2")[name]), name
+
+
 def test_a_resumed_run_keeps_what_the_plan_chose(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
