@@ -206,13 +206,13 @@ def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all() and attention_mask[:, 0].all())
 
 
-def kept_positions(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
-    """Return the states that `logits_to_keep` names; transformers has no function for it before 5.20."""
+def kept_positions(hidden_states: torch.Tensor, positions: Any) -> torch.Tensor:
+    """Return the states that `logits_to_keep` names; a pair of tensors: row and column of each, whatever the row."""
     if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.dtype != torch.bool:
         return torch.take_along_dim(hidden_states, positions[..., None], dim=1)
-    if isinstance(positions, torch.Tensor):
-        return hidden_states[positions] if positions.ndim == 2 else hidden_states[:, positions]
-    return hidden_states[:, -positions:]
+    if isinstance(positions, int):
+        return hidden_states[:, -positions:]
+    return hidden_states[:, positions] if getattr(positions, "ndim", 2) == 1 else hidden_states[positions]
 
 
 def eager_attention(

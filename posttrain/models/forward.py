@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from posttrain.runtime import CacheLayer, chunked_logprobs, compat
+from posttrain.runtime import CacheLayer, chunked_logprobs, compat, floats, sent
 
 Ids = Sequence[int]
 # what a model raises where its cache or its attention is of another kind
@@ -78,15 +78,15 @@ def trained_states(
         ids_BT[i, : len(row)] = torch.tensor(row)
         mask_BT[i, : len(row)] = torch.tensor(mask)
     assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
-    ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
-    return backbone_states(model, mask_BT.roll(-1, 1), input_ids=ids_BT, use_cache=False), ids_BT[mask_BT]
+    inputs = {"input_ids": sent(ids_BT, model.device), "use_cache": False}
+    return backbone_states(model, mask_BT.roll(-1, 1), **inputs), sent(ids_BT[mask_BT], model.device)
 
 
 def backbone_states(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Return the model's hidden states before the output layer at some positions.
 
     Args:
-        predicts_BT: True at the positions to return.
+        predicts_BT: True at the positions to return; on the CPU, where a GPU need not be waited for.
         **inputs: of the model's forward, as `input_ids`.
 
     Returns:
@@ -94,10 +94,11 @@ def backbone_states(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs:
     """
     backbone: Any = model.base_model
     own_mask = "attention_mask" in inputs  # without one layers may be run again, outside this context
+    places = tuple(sent(each_S, model.device) for each_S in predicts_BT.nonzero(as_tuple=True))
     with compat.grouped_queries() if own_mask else nullcontext():
         if getattr(backbone, "selects_positions", False):
-            return backbone(**inputs, logits_to_keep=predicts_BT).last_hidden_state
-        return backbone(**inputs).last_hidden_state[predicts_BT]
+            return backbone(**inputs, logits_to_keep=places).last_hidden_state
+        return backbone(**inputs).last_hidden_state[places]
 
 
 def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tensor:
@@ -191,19 +192,18 @@ def kl_backward(
     Returns:
         The sum in nats.
     """
-    total = 0.0
+    of_tiles: list[torch.Tensor] = []
 
     def forward_kl(log_p_CV: torch.Tensor, log_q_CV: torch.Tensor, _: slice) -> torch.Tensor | None:
-        nonlocal total
         kl = torch.nn.functional.kl_div(log_p_CV, log_q_CV, reduction="sum", log_target=True)
-        total += kl.item()
+        of_tiles.append(kl.detach())
         return None if weight is None else weight * kl
 
     gradient_SD = _gradient(model, hidden_SD, teacher, teacher_SD, forward_kl, weight is not None, without_adapter)
     if gradient_SD is not None:
         with torch.autocast(hidden_SD.device.type, enabled=False):
             hidden_SD.backward(gradient_SD)
-    return total
+    return sum(floats(torch.stack(of_tiles)))  # here alone something waits for a GPU
 
 
 def reverse_kl(
@@ -401,15 +401,16 @@ class Prefixes:
         for i, (row, mask, start) in enumerate(zip(rows, masks, start_B.tolist(), strict=True)):
             ids_BQ[i, : len(row) - start] = torch.tensor(row[start:])
             mask_BQ[i, : len(row) - start] = torch.tensor(mask[start:])
+        pick_B = sent(torch.tensor([self.number.get(key, 0) for key in keys]), self.model.device)
         for layer in self.layers:
-            layer.pick_B = torch.tensor([self.number.get(key, 0) for key in keys], device=self.model.device)
+            layer.pick_B = pick_B
         index_Q = torch.arange(width)
         before_B1P = torch.arange(self.width) < start_B[:, None, None]
         seen_BQK = torch.cat(
             [before_B1P.expand(-1, width, -1), (index_Q <= index_Q[:, None]).expand(len(rows), -1, -1)], dim=2
         )
         hidden_SD = self._run(ids_BQ, start_B[:, None] + index_Q, seen_BQK, mask_BQ.roll(-1, 1))
-        return hidden_SD, ids_BQ[mask_BQ].to(self.model.device)
+        return hidden_SD, sent(ids_BQ[mask_BQ], self.model.device)
 
     def backward(self) -> None:
         """Add the gradients that the rows have left at the prefixes to the gradients of the weights."""
@@ -436,10 +437,10 @@ class Prefixes:
             predicts_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool)
         return backbone_states(
             model,
-            predicts_BQ.to(device),
-            input_ids=ids_BQ.to(device),
-            position_ids=positions_BQ.to(device),
-            attention_mask=attention_mask(model, seen_BQK.to(device)),
+            predicts_BQ,
+            input_ids=sent(ids_BQ, device),
+            position_ids=sent(positions_BQ, device),
+            attention_mask=attention_mask(model, sent(seen_BQK, device)),
             past_key_values=self.cache,
             use_cache=True,
         )

@@ -125,11 +125,9 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
     }
 
 
-def stepping(shape: Shape, cfg: StarPORun, cuda: bool, shards: int = 1) -> Parts:
-    """Return the bytes of an optimizer step. On a GPU torch's AdamW holds the roots of all second moments at once."""
-    numbers = Numbers.of(cfg, shards)
-    gradients = numbers.mine(FLOAT * trained(shape, cfg))
-    return {"gradients": gradients, "square roots": gradients if cuda and not numbers.eight_bits else 0}
+def stepping(shape: Shape, cfg: StarPORun, shards: int = 1) -> Parts:
+    """Return the bytes of an optimizer step."""
+    return {"gradients": Numbers.of(cfg, shards).mine(FLOAT * trained(shape, cfg))}
 
 
 def rows_at_once(
@@ -267,7 +265,7 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
         cfg = with_checkpointing(cfg, False)
         beside = sum(stays(rollout.slots or samples).values())
         cfg = with_checkpointing(cfg, base + beside + learns(likely) > budget)
-    step = sum(stepping(shape, cfg, cuda, shards).values())
+    step = sum(stepping(shape, cfg, shards).values())
     whole_groups = [
         *range(1, samples),
         *range(samples, samples * groups + 1, samples),
@@ -285,7 +283,7 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
         "always": {"held already": held, "vLLM": vllm} | always(shape, cfg, shards) | stays(slots or 1),
         "playing": comes(slots or 1),
         "learning": learning(shape, cfg, max(context, min(tokens or context, share)), cuda, shards),
-        "stepping": stepping(shape, cfg, cuda, shards),
+        "stepping": stepping(shape, cfg, shards),
     }
     if slots is None or tokens is None:
         raise UserError(does_not_fit(cfg, slots or 1, tokens or context, by_phase, budget, place.sharded))

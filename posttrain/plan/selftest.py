@@ -78,7 +78,7 @@ def head_agrees(model: PreTrainedModel) -> bool:
     head: Any = model.get_output_embeddings()
     factor, was_training = 1.0, model.training
     ids_1T = torch.tensor([[3, 4, 5, 6, 7, 8]], device=model.device)
-    predicts_1T = torch.tensor([[True] * 5 + [False]], device=model.device)
+    predicts_1T = torch.tensor([[True] * 5 + [False]])
     calls = []
 
     def enlarge(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

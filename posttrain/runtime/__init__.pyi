@@ -25,5 +25,11 @@ from .hardware import DEVICE_ERRORS as DEVICE_ERRORS, trainer_field as trainer_f
 from .run_identity import COUNTS as COUNTS, FREE_TO_CHANGE as FREE_TO_CHANGE
 from .runlog import Progress as Progress, console as console, is_main_process as is_main_process
 from .sharding import whole_state as whole_state
-from .tensors import distinct as distinct, floats as floats, integers as integers, numbered as numbered
+from .tensors import (
+    distinct as distinct,
+    floats as floats,
+    integers as integers,
+    numbered as numbered,
+    sent as sent,
+)
 from .trl_arguments import FIGURES as FIGURES

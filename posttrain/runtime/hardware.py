@@ -114,7 +114,9 @@ def compiles(cfg: TrainingRun, device: str) -> bool:
 
 
 def with_trainer(cfg: TrainingConfig, **changes: Any) -> TrainingConfig:
-    """Return the config with keys of its section `trainer` changed."""
+    """Return the config with keys of its section `trainer` changed; the config itself where there are none."""
+    if not changes:
+        return cfg
     trainer: Any = cfg.trainer
     changed = trainer | changes if isinstance(trainer, dict) else trainer.model_copy(update=changes)
     return cfg.model_copy(update={"trainer": changed})

@@ -1,4 +1,4 @@
-"""How do tensors become Python numbers and groups?  torch's methods for it have no types."""
+"""How do tensors become Python numbers and groups, and come to a device?  torch's methods for it have no types."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def numbered(values_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def distinct(values_N: torch.Tensor) -> list[int]:
     """Return the distinct integers of a vector in order."""
     return values_N.unique().tolist()
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the CPU on a device, without waiting for what a GPU still computes."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

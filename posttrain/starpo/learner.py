@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from posttrain.models import (
 )
 from posttrain.plan import can_be_deterministic, can_share_prefixes, head_agrees
 from posttrain.rollout import Sampler, sampler_of
-from posttrain.runtime import parallel, sharding
+from posttrain.runtime import parallel, sent, sharding
 from posttrain.starpo import losses
 from posttrain.starpo.critic import Critic
 from posttrain.starpo.experience import Batch, BatchRow, Experience, Measured
@@ -58,7 +59,7 @@ class Forward(NamedTuple):
 
     def take(self, values_S: torch.Tensor) -> torch.Tensor:
         """Return what a tensor over the batch has for these tokens, on their device."""
-        return values_S[self.index_S].to(self.logprobs_S.device)
+        return sent(values_S[self.index_S], self.logprobs_S.device)
 
 
 class Models(NamedTuple):
@@ -391,7 +392,8 @@ class Learner:
         trainer = self.cfg.trainer
         groups = [{"params": parameters} for parameters in self.trainable if parameters]
         if trainer.optim == "adamw_torch":
-            kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+            # one kernel for all weights, without tensors of its own
+            kind: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=self.device.type == "cuda")
         else:
             from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
 

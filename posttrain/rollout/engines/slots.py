@@ -363,7 +363,7 @@ class SlotSampler(Histories):
         adjacent = slots[-1] - slots[0] == len(slots) - 1
         rows = slice(slots[0], slots[-1] + 1) if adjacent else torch.tensor(slots, device=device)
         visible = int(positions_BQ.max()) + 1
-        nothing_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool, device=device)
+        nothing_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool)
         backbone_states(
             self.model, nothing_BQ, **self._inputs(ids_BQ.to(device), positions_BQ.to(device), rows, visible)
         )
