@@ -122,7 +122,7 @@ def _sections(
     recorded = training_log.recorded_episodes(folders, pictures)
     shown = [
         ("In one sentence each", "phases", sections.phases(steps)),
-        ("Results", "results", sections.headline_table(results, steps)),
+        ("Results", "results", sections.headline_table(results, steps, training_log.kept_steps(results, folders))),
         ("Goals", "goals", results.get("goals")),
         ("The environments, beside other players", "environments", sections.environments(results)),
         ("The same level, before and after", "levels", same_level),

@@ -48,8 +48,11 @@ def join_words(words: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def headline_table(results: Results, steps: Steps) -> Record:
-    """Return the headline table, the checkpoints that could not be measured, and math by kind of problem."""
+def headline_table(results: Results, steps: Steps, kept: Mapping[str, tuple[int, int]]) -> Record:
+    """Return the headline table, what was not measured, which steps were kept, and math by kind of problem.
+
+    kept: as `training_log.kept_steps` returns them.
+    """
     entries = results["checkpoints"]
     rows = []
     for column in tables.columns(results):
@@ -60,6 +63,7 @@ def headline_table(results: Results, steps: Steps) -> Record:
         "heads": [(name, tables.colour(results, name)) for name in entries],
         "rows": rows,
         "failed": results.get("failed", {}).items(),
+        "kept": kept.items(),
         "math": math_parts(results),
     }
 

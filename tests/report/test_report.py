@@ -44,6 +44,7 @@ from posttrain.report import (
 from posttrain.report.episodes import Pictures, acted_out, browser_row, evaluation_stage, gif
 from posttrain.report.page import build_transcripts, read_run
 from posttrain.report.rendering import TEMPLATES
+from posttrain.runtime import checkpoint
 from posttrain.serving.publish import measured
 from posttrain.types import Record, UserError
 
@@ -359,6 +360,17 @@ def test_a_run_that_was_copied_shows_its_own_training(run: Path, tmp_path: Path)
     assert training_log.phase_folders(results, place) == {"base": None} | {name: place / name for name in NAMES[1:]}
     shutil.rmtree(place / "phase1")
     assert training_log.phase_folders(results, place)["phase1"] == run / "phase1", "else where the results say"
+
+
+def test_a_checkpoint_that_is_an_earlier_step_of_its_run_says_which(run: Path, tmp_path: Path) -> None:
+    """Phase 3 keeps the best policy on its validation levels, which may be the one that it started from."""
+    place = Path(shutil.copytree(run, tmp_path / "copy"))
+    for name, step in (("phase2", 78), ("phase3", 0)):
+        (place / name / "final").mkdir()
+        checkpoint.seal(place / name / "final", step=step)
+    text = words_of(report.build(place).read_text())
+    assert "phase3 is step 0 of 60: no later evaluation of the run was better beyond chance." in text
+    assert "60 (kept: step 0)" in text and "phase2 is step" not in text and "kept: step 78" not in text
 
 
 def test_page_shows_the_measured_figures(results: Record, html: str) -> None:
