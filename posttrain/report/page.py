@@ -86,7 +86,9 @@ def markdown(results: Results) -> str:
     )
     settings = tables.every_setting(results)
     players = {
-        readable(env): [_player(*each) for each in by_player.items()] for env, by_player in results["baselines"].items()
+        readable(env): [_player(*each) for each in by_player.items()]
+        for env, by_player in results["baselines"].items()
+        if by_player  # nobody plays `prompts` by a rule
     }
     goals = results.get("goals") or ()
     text = TEMPLATES.get_template("results.md.j2").render(
