@@ -27,7 +27,7 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (("rewards/accuracies", "training"), ("eval_rewards/accuracies", "held out")),
     ),
     ("Reward margin, against the reference", (("rewards/margins", "training"), ("eval_rewards/margins", "held out"))),
-    ("Success, held-out levels", (("evaluation/*/success", "*"),)),
+    ("Success in validation", (("evaluation/*/success", "*"),)),
     ("Success while training", (("rollout/*/success", "*"),)),
     ("Std of the reward in a group", (("rollout/in_group_std", "mean over groups"),)),
     ("Groups whose rewards are all equal", (("rollout/zero_variance_groups", "share"),)),
