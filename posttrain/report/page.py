@@ -30,7 +30,7 @@ def build(folder: Path) -> Path:
             {"top": top, **episodes, "pictures": pictures.coded},
             *("player.js", "viewer.js", "charts.js", "page.js"),
             name=name,
-            words=tables.words(results),
+            words=tables.task_words(results),
             checkpoints=list(results["checkpoints"]),
             sections=[(f"s{number}", *each) for number, each in enumerate(shown) if each[-1]],
             pictured=top is not None,
@@ -122,7 +122,7 @@ def _sections(
     folders = training_log.phase_folders(results, folder)
     steps = verdict.steps(folder, results, transcripts)
     same_level, pairs = sections.level_pairs(results, transcripts, pictures)
-    recorded, words = training_log.recorded_episodes(folders, pictures), tables.words(results)
+    recorded, words = training_log.recorded_episodes(folders, pictures), tables.task_words(results)
     environments = "environments, beside other players" if any(results["baselines"].values()) else words.levels
     shown = [
         ("In one sentence each", "phases", sections.phases(steps)),

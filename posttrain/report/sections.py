@@ -72,7 +72,7 @@ def about(results: Results, column: Column) -> list[str]:
     """Return a figure's note, its better direction, the number of items and the sampling setting."""
     figures = column.figures_in(next(entry for entry in results["checkpoints"].values() if column.suite in entry))
     note = (
-        f"{tables.words(results).levels} solved"
+        f"{tables.task_words(results).levels} solved"
         if column.suite == "envs"
         else column.note.removesuffix(", lower is better")
     )
@@ -254,7 +254,7 @@ def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
     if results["config"].get("goals"):  # the models of the quickstart need other presets
         chat += " --config configs/quickstart/chat.yaml"
     chat += f" {shlex.quote(f'model.name_or_path={local[-1]}' if local else 'model.name_or_path=MODEL')}"
-    played = results["baselines"] if tables.words(results).level == "level" else ()  # prompts are not played
+    played = results["baselines"] if tables.task_words(results).level == "level" else ()  # prompts are not played
     beside = f" --beside {shlex.quote(local[-2])}" if len(local) > 1 else ""
     return [
         ("Talk to the result", chat),

@@ -66,7 +66,7 @@ def columns(results: Results) -> list[Column]:
     return shown
 
 
-def words(results: Results) -> Words:
+def task_words(results: Results) -> Words:
     """Return what the page calls the tasks of this run's environments."""
     return words_of(env["name"] for env in value_at(results["config"], "suites.envs.envs") or ())
 
