@@ -372,7 +372,8 @@ def test_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(query, key, *rest, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    net = LlamaForCausalLM(LlamaConfig(**SMALL | {"num_hidden_layers": 2})).eval()
+    sizes: dict[str, Any] = {**SMALL, "num_hidden_layers": 2}
+    net = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     ids, mask = torch.arange(6).view(1, 6), torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1) > 0, -1e9)
     with torch.no_grad():
         copied = net(ids, attention_mask=mask, use_cache=False).logits
