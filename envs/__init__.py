@@ -92,7 +92,8 @@ def make(name: str, **options: Any) -> TextEnv:
             accepted[known(f"option of the environment {name}", option, accepted)].validate_python(value, strict=True)
         except ValidationError as error:
             problem = error.errors()[0]["msg"].removeprefix("Input ")
-            hint = _as_list(option, value) if "valid list" in problem and isinstance(value, str) else ""
+            wants_list = "valid list" in problem or "as a Sequence" in problem
+            hint = _as_list(option, value) if wants_list and isinstance(value, str) else ""
             raise ValueError(f"{name} cannot be made with {option}={value!r}: it {problem}.{hint}") from None
     made = env(**options)
     made.made_with = options

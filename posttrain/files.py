@@ -50,6 +50,11 @@ def parse_json(text: str) -> Any:
         raise ValueError("brackets are nested too deep") from None
 
 
+def wrong_in_line(error: Exception) -> str:
+    """Return what is wrong with a line of a JSON Lines file; json itself would call it line 1."""
+    return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
 def read_text(file: Path, remedy: str) -> str:
     """Return the contents of a UTF-8 file.
 
@@ -117,7 +122,7 @@ def read_json_lines(file: Path, remedy: str, appended: bool = True) -> list[dict
             if not isinstance(row, dict):
                 raise ValueError(f"it holds a {type(row).__name__} instead of an object")
         except ValueError as error:
-            damaged = damaged or f"in line {number}: {error}"
+            damaged = damaged or f"in line {number}: {wrong_in_line(error)}"
             continue
         if damaged:
             raise UserError(f"{file} is damaged {damaged}. {remedy}")

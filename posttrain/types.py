@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # OWNER/NAME of a model or a data set of the Hub
 Record = dict[str, Any]  # a row of transcripts.jsonl (one answer, pair or episode), or a part of results.json
@@ -35,6 +35,26 @@ def short_name(model: str) -> str:
     """Return a model's name in one word: runs/mine/phase3/final -> phase3, owner/SmolLM2-135M -> SmolLM2-135M."""
     parts = [part for part in PurePath(model).parts if part not in ("final", ".", "..", "/")]
     return parts[-1] if parts else "model"
+
+
+class Words(NamedTuple):
+    """What messages call the tasks of environments, and what a model does with them."""
+
+    level: str
+    levels: str
+    won: str
+    plays: str
+    episodes: str
+    samples: str  # several tries at one task
+
+
+OF_GAMES = Words("level", "levels", "won", "plays", "episodes", "episodes of a level")
+OF_PROMPTS = Words("prompt", "prompts", "solved", "answers", "answers", "answers to a prompt")
+
+
+def words_of(environments: Iterable[str]) -> Words:
+    """Return the words for environments of these names: those of questions and answers where all are `prompts`."""
+    return OF_PROMPTS if set(environments) == {"prompts"} else OF_GAMES
 
 
 def value_at(section: Any, path: str) -> Any:

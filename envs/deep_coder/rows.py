@@ -21,7 +21,7 @@ from typing import Any
 
 from envs.base import split_by_hash
 from envs.deep_coder.verdict import CodeProblem, Test, program_of
-from envs.hub_sets import not_too_large, reason_unreadable
+from envs.hub_sets import json_lines, not_too_large, reason_unreadable
 
 SUBSETS = ("primeintellect", "codeforces")  # train and test of the Hub set that belong together
 LONGEST_STATEMENT = 10_000  # characters
@@ -92,7 +92,10 @@ def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str,
     try:
         not_too_large(path)
         for name in names:
-            if local.is_file():
+            loaded: Any
+            if local.is_file() and local.suffix == ".jsonl":
+                loaded = {"train": json_lines(local)}
+            elif local.is_file():
                 kind = READERS.get(local.suffix, "json")
                 loaded = datasets.load_dataset(kind, data_files={"train": str(local)}, streaming=True)
             else:
@@ -102,7 +105,8 @@ def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str,
                 for row in islice(rows, most):
                     yield ours, row
     except Exception as error:  # `datasets`, its file systems and its HTTP client raise errors of many libraries
-        raise ValueError(f"deep_coder could not read path={path} ({reason_unreadable(error)}). {TAKES}") from error
+        reason = reason_unreadable(error, path)
+        raise ValueError(f"deep_coder could not read path={path} ({reason}). {TAKES}") from error
 
 
 def problem_of(row: Mapping[str, Any], bounds: Bounds) -> CodeProblem | str:

@@ -130,8 +130,8 @@ class Prompts(TextEnv):
         self.config = Rows(path, config, rows, prompt, template, system)
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
         self.rewards_key = json.dumps([environment, *rewards], default=dict, sort_keys=True)
-        columns = [*self.table.columns, *(["environments"] if environment else []), *(OUTPUT if agent else ())]
-        given = [reward_of(each, columns) for each in rewards]
+        self.columns = [*self.table.columns, *(["environments"] if environment else []), *(OUTPUT if agent else ())]
+        given = [reward_of(each, self.columns) for each in rewards]
         self.rewards: tuple[Reward, ...] = (*given, *([own_reward_of(self.environment)] if rewarding else []))
         self.methods = methods_of(self.environment) if environment else []
         self.tools = list(self.methods)

@@ -58,7 +58,8 @@ def call_rewards(
         stop: raise `NoAnswer`, which ends a run with its message, where a function fails.
     """
     prompts, completions = [each.prompt for each in answered], [each.completion for each in answered]
-    columns = {name: [each.row.get(name) for each in answered] for name in _columns(answered)}
+    names = dict.fromkeys(name for each in answered for name in each.row)
+    columns = {name: [each.row.get(name) for each in answered] for name in names}
     results = _all(rewards, prompts, completions, columns, timeout)
     parts: list[Parts] = [{} for _ in answered]
     failed: dict[int, str] = {}
@@ -96,11 +97,6 @@ def problem_values(result: Any, answered: Sequence[Answered]) -> list[float | No
     return [float(value) if _is_number(value) else None for value in result]
 
 
-def _columns(answered: Sequence[Answered]) -> list[str]:
-    names = dict.fromkeys(name for each in answered for name in each.row)
-    return [name for name in names if name not in ("prompts", "completions", "prompt")]
-
-
 def _checked(result: Any, count: int) -> list[float | None]:
     """Return the values of one call; `RewardFailed` says what is wrong with them."""
     if isinstance(result, BaseException):
@@ -129,7 +125,7 @@ def _all(
     results: list[Any] = [None] * len(rewards)
     waiting = {}
     for place, reward in enumerate(rewards):
-        given = columns if reward.takes_all else {name: columns[name] for name in reward.names if name in columns}
+        given = {name: columns[name] for name in reward.given(list(columns))}
         if inspect.iscoroutinefunction(reward.function):
             waiting[place] = (reward, given)
         else:

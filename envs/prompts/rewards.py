@@ -22,6 +22,7 @@ from envs.by_path import by_path
 from envs.math_judge import LONGEST_ANSWER, equal, last_boxed, last_number
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+CALLED_WITH = ("prompts", "completions", "prompt")  # names that no column has when a function is called
 MARK = "####"  # before the answer in GSM8K
 THINK_FORMAT = r"<think>(?!.*<think>).*?</think>(?!.*<think>).*\S.*"
 
@@ -34,6 +35,10 @@ class Reward(NamedTuple):
     weight: float
     names: tuple[str, ...]
     takes_all: bool
+
+    def given(self, columns: Sequence[str]) -> list[str]:
+        """Return which of these columns it is called with."""
+        return [name for name in columns if name not in CALLED_WITH and (self.takes_all or name in self.names)]
 
 
 def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:

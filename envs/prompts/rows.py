@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -38,6 +38,11 @@ class Conversation(NamedTuple):
     later: list[str]
     given: str | list[Message]
 
+    @property
+    def key(self) -> str:
+        """What decides whether two rows have the same prompt."""
+        return "\n".join([message["content"] for message in self.prompt] + self.later)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -53,20 +58,38 @@ class Table:
 @lru_cache(maxsize=4)
 def table_of(source: Rows) -> Table:
     """Return the rows of a source; ValueError, one paragraph, where there are none or one has no prompt."""
+    rows, homes = read_rows(source)
+    conversations: list[Conversation] = []
+    for number, row in enumerate(rows, 1):
+        try:
+            conversations.append(conversation_of(row, source))
+        except ValueError as problem:
+            raise ValueError(f"prompts: row {number} of path={source.path}: {problem}") from None
+    return Table(
+        rows,
+        [each.key for each in conversations],
+        splits_of(homes, conversations),
+        list(dict.fromkeys(column for row in rows for column in row)),
+        max(1 + len(each.later) for each in conversations),
+    )
+
+
+def read_rows(source: Rows) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of a source, and the split that each stands in there; ValueError where there are none."""
     rows, homes = _embedded() if source.path == EMBEDDED else _read(source)
     if not rows:
         raise ValueError(f"prompts: path={source.path} has no rows.")
-    keys, turns = [], 1
-    for number, row in enumerate(rows, 1):
-        try:
-            conversation = conversation_of(row, source)
-        except ValueError as problem:
-            raise ValueError(f"prompts: row {number} of path={source.path}: {problem}") from None
-        keys.append("\n".join([message["content"] for message in conversation.prompt] + conversation.later))
-        turns = max(turns, 1 + len(conversation.later))
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    splits = [_home(home, set(homes), key) for home, key in zip(homes, keys, strict=True)]
-    return Table(rows, keys, splits, columns, turns)
+    return rows, homes
+
+
+def splits_of(homes: Sequence[str], conversations: Sequence[Conversation]) -> list[str]:
+    """Return the split of each row: what the data set does not hold out itself is held out of its training rows."""
+    own = set(homes)
+    found: list[str] = []
+    for home, conversation in zip(homes, conversations, strict=True):
+        held_out = split_by_hash(conversation.key)
+        found.append(held_out if home == "train" and held_out not in own else home)
+    return found
 
 
 def _read(source: Rows) -> tuple[list[dict[str, Any]], list[str]]:
@@ -78,12 +101,6 @@ def _read(source: Rows) -> tuple[list[dict[str, Any]], list[str]]:
         rows += read
         homes += [HOMES.get(name, "train")] * len(read)
     return rows, homes
-
-
-def _home(home: str, own: Set[str], key: str) -> str:
-    """Return the split of a row: what the data set does not hold out itself is held out of its training rows."""
-    held_out = split_by_hash(key)
-    return held_out if home == "train" and held_out not in own else home
 
 
 def _embedded() -> tuple[list[dict[str, Any]], list[str]]:

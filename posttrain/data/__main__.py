@@ -3,10 +3,12 @@
     posttrain data mine.jsonl
     posttrain data mine.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct
     posttrain data pairs.parquet --kind preferences --model runs/phase1/final --max-length 1024
+    posttrain data prompts.jsonl --kind prompts prompt=question 'rewards=["my_rewards:polite"]'
 
 It prints the format, how many rows are dropped and why, three rows as the model will see them, with what is trained
 between [[ and ]], and how long the rows are. The tokenizer and the chat template are those of --model; without one, the
-template is ChatML and lengths are counted in bytes.
+template is ChatML and lengths are counted in bytes. Of prompts for phase 3 (--kind prompts, with options of that
+environment) it prints the first ones, the rows that cannot be used or repeat a prompt, and what rewards are given.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ def main(argv: list[str] | None = None) -> None:
         prog="posttrain data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", metavar="FILE", help="a file of rows, or the name of a set on the Hub")
+    parser.add_argument("options", metavar="NAME=VALUE", nargs="*", help="options of the environment prompts")
     parser.add_argument(
         "--kind",
-        choices=("auto", *SFT_KINDS, *DPO_KINDS),
+        choices=("auto", *SFT_KINDS, *DPO_KINDS, "prompts"),
         default="auto",
         help="as in data.sources (default: by a row)",
     )
@@ -44,10 +47,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--template", metavar="FILE", help="another chat template (chat.template)")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="data.max_length (default: 2048)")
     parser.add_argument("--rows", type=int, metavar="N", help="number of kept rows to read (default: all)")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     for name in ("max_length", "rows"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 8:
             parser.error(f"--{name.replace('_', '-')} should be at least 8")
+    if arguments.options and arguments.kind != "prompts":
+        parser.error(f"{arguments.options[0]} is an option of --kind prompts")
+    if arguments.max_length and arguments.kind == "prompts":
+        parser.error("--max-length is for rows that are trained on; rollout.max_context limits prompts")
     runlog.keep_private(Path("runs"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what the terminal cannot write
@@ -59,16 +66,37 @@ def main(argv: list[str] | None = None) -> None:
     if kind == "auto":
         kind = HUB_KINDS.get(arguments.path) or reading.kind_of(arguments.path, "data.sources.0")
     chat = _chat_of(arguments.model, arguments.template) if arguments.model else _chat_of_bytes(arguments.template)
+    unit = "tokens" if arguments.model else "bytes (tokens with --model)"
+    if kind == "prompts":
+        return _show_prompts(arguments, chat, unit)
     longest = arguments.max_length or (2048 if arguments.model else LONGEST_IN_BYTES)
     source = Source(kind=kind, path=arguments.path, rows=arguments.rows)
     data = DataSection(sources=[source], max_length=longest, decontaminate=False, eval_fraction=1e-9)
     prepared: Any = (load_preferences if kind in DPO_KINDS else load_sft)(data, chat)
     for row in prepared.train.select(range(min(SHOWN_ROWS, len(prepared.train)))):
         print(f"\n{_as_seen(row, chat)}".rstrip("\n"))
-    unit = "tokens" if arguments.model else "bytes (tokens with --model)"
-    print(f"\n{unit:32}" + "".join(f"{name:>12}" for name in QUANTILES))
-    for label, lengths in _lengths(prepared.train).items():
-        print(f"{label:32}" + "".join(f"{value:>12,}" for value in _quantiles(lengths)))
+    _show_lengths(unit, _lengths(prepared.train))
+
+
+def _show_prompts(arguments: argparse.Namespace, chat: Chat, unit: str) -> None:
+    """Print what the environment `prompts` makes of the rows; UserError at the end where it refuses them."""
+    from envs import option
+    from posttrain.data.own_prompts import own_prompts
+
+    try:
+        options = dict(map(option, arguments.options))
+    except ValueError as problem:
+        raise UserError(str(problem)) from None
+    found = own_prompts(arguments.path, options if arguments.rows is None else options | {"rows": arguments.rows})
+    print("\n".join(found.lines))
+    prompts = [chat.prompt(each.prompt) for each in found.conversations]
+    for ids, conversation in zip(prompts[:SHOWN_ROWS], found.conversations, strict=False):
+        later = (f"\nthen, after each answer, the user: {text}" for text in conversation.later)
+        print(f"\n{_middle_left_out(_text(ids, chat))}".rstrip("\n") + "".join(later))
+    if prompts:
+        _show_lengths(unit, {"a prompt": [len(ids) for ids in prompts]})
+    if found.problem:
+        raise UserError(found.problem)
 
 
 def _chat_of(name: str, template: str | None) -> Chat:
@@ -121,6 +149,12 @@ def _middle_left_out(text: str) -> str:
     if len(text) <= SHOWN_CHARACTERS:
         return text
     return f"{text[:half]}\n... {len(text) - 2 * half:,} characters are left out here ...\n{text[-half:]}"
+
+
+def _show_lengths(unit: str, lengths: dict[str, list[int]]) -> None:
+    print(f"\n{unit:32}" + "".join(f"{name:>12}" for name in QUANTILES))
+    for label, numbers in lengths.items():
+        print(f"{label:32}" + "".join(f"{value:>12,}" for value in _quantiles(numbers)))
 
 
 def _lengths(rows: Any) -> dict[str, list[int]]:

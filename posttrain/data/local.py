@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pyarrow.parquet as pq
 
-from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS
+from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS, wrong_in_line
 from posttrain.types import UserError, one_line
 
 Placed = tuple[str, dict[str, Any]]  # a row's place in its file, "line 3" or "row 3", and the row
@@ -77,9 +77,9 @@ def _json_lines(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
         if not text.strip():
             continue
         try:
-            row = json.loads(text)
+            row = json.loads(text.rstrip())
         except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, endless nesting
-            raise UserError(f"{where} is not JSON ({one_line(error)}). Repair or delete it.") from None
+            raise UserError(f"{where} is not JSON ({wrong_in_line(error)}). Repair or delete it.") from None
         yield f"line {number}", _object(row, where)
 
 

@@ -327,17 +327,17 @@ def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> 
 
     Args:
         rows: token ids and mask of each row.
-        budget: the largest number of tokens of all prefixes together.
+        budget: the largest number of tokens of all prefixes together, each padded to the longest.
     """
     count: dict[tuple[int, ...], int] = {}
     for ids, mask in rows:
         key = prefix_of(ids, mask)
         count[key] = count.get(key, 0) + 1
-    chosen = []
+    chosen, width = [], 0
     for key in sorted(count, key=lambda key: -len(key) * (count[key] - 1)):
-        if count[key] > 1 and 0 < len(key) <= budget:
+        if count[key] > 1 and key and max(width, len(key)) * (len(chosen) + 1) <= budget:
             chosen.append(key)
-            budget -= len(key)
+            width = max(width, len(key))
     return chosen
 
 

@@ -114,14 +114,17 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
         tile = max(tile, 6 * FLOAT * min(KL_TILE[kind], tokens * shape.vocabulary))
     reading = tokens * OfAToken.of(shape.teacher, of_teacher(cfg, shards)).at_work if shape.teacher else 0
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if numbers.full else 0
-    # the prefixes of a minibatch are kept until all its micro-batches are done; at most as many tokens
+    kept, freed = (parts.copies(shape, numbers, kept=on) for on in (not numbers.recomputed, False))
+    # the prefixes of a minibatch are kept until all its micro-batches are done; at most as many tokens, with copies of
+    # frozen weights of their own
+    prefixes = tokens * (token.before + token.kept) + kept - freed
     return {
         "gradients": numbers.mine(FLOAT * trained(shape, cfg)),
         "activations": token.activations(tokens),
-        "shared prefixes": tokens * (token.before + token.kept) if cfg.can_share_prefixes else 0,
+        "shared prefixes": prefixes if cfg.can_share_prefixes else 0,
         "the layer at work": max(tokens * token.at_work, tile, reading) + in_flight,
         "gathered weights": parts.gathered_weights(shape, numbers),
-        "bfloat16 weights": parts.copies(shape, numbers, kept=not numbers.recomputed),
+        "bfloat16 weights": kept,
     }
 
 

@@ -115,8 +115,10 @@ def conversations(shape: Shape, size: int, slots: int, longest: int, prompt: int
     mlp = tokens * size * 3 * shape.intermediate
     # keys and values of one layer, twice: old and new ones while the cache grows, or those of selected rows
     twice = slots * length * 2 * shape.key_value * size
-    masks = 1 + shape.query // max(1, shape.key_value) * (1 + size)  # bytes for each pair of tokens
-    attention = twice + tokens * (size * (4 * shape.query + 3 * shape.key_value) + masks * prompt)
+    group = shape.query // max(1, shape.key_value)
+    # what all layers share: a mask for each pair of tokens, repeated for a group of heads, and rotations of positions
+    stream += tokens * (prompt * (1 + group) * size + 2 * FLOAT * shape.key_value)
+    attention = twice + tokens * (size * (4 * shape.query + 3 * shape.key_value) + (1 + group) * prompt)
     sampling = slots * shape.vocabulary * SAMPLING
     return {
         "fused weights": shape.fused * size,

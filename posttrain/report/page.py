@@ -30,6 +30,7 @@ def build(folder: Path) -> Path:
             {"top": top, **episodes, "pictures": pictures.coded},
             *("player.js", "viewer.js", "charts.js", "page.js"),
             name=name,
+            words=tables.task_words(results),
             checkpoints=list(results["checkpoints"]),
             sections=[(f"s{number}", *each) for number, each in enumerate(shown) if each[-1]],
             pictured=top is not None,
@@ -86,7 +87,9 @@ def markdown(results: Results) -> str:
     )
     settings = tables.every_setting(results)
     players = {
-        readable(env): [_player(*each) for each in by_player.items()] for env, by_player in results["baselines"].items()
+        readable(env): [_player(*each) for each in by_player.items()]
+        for env, by_player in results["baselines"].items()
+        if by_player  # nobody plays `prompts` by a rule
     }
     goals = results.get("goals") or ()
     text = TEMPLATES.get_template("results.md.j2").render(
@@ -119,14 +122,15 @@ def _sections(
     folders = training_log.phase_folders(results, folder)
     steps = verdict.steps(folder, results, transcripts)
     same_level, pairs = sections.level_pairs(results, transcripts, pictures)
-    recorded = training_log.recorded_episodes(folders, pictures)
+    recorded, words = training_log.recorded_episodes(folders, pictures), tables.task_words(results)
+    environments = "environments, beside other players" if any(results["baselines"].values()) else words.levels
     shown = [
         ("In one sentence each", "phases", sections.phases(steps)),
-        ("Results", "results", sections.headline_table(results, steps)),
+        ("Results", "results", sections.headline_table(results, steps, training_log.kept_steps(results, folders))),
         ("Goals", "goals", results.get("goals")),
-        ("The environments, beside other players", "environments", sections.environments(results)),
-        ("The same level, before and after", "levels", same_level),
-        ("Episodes recorded while training", "recorded", bool(recorded)),
+        (f"The {environments}", "environments", sections.environments(results)),
+        (f"The same {words.level}, before and after", "levels", same_level),
+        (f"{words.episodes.capitalize()} recorded while training", "recorded", bool(recorded)),
         ("Learning curves", "curves", training_log.curves(folders)),
         ("Samples", "answers", sections.answers(results, transcripts)),
         ("The data of phases 1 and 2", "data", training_log.data(folders)),

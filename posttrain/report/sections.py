@@ -48,8 +48,11 @@ def join_words(words: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def headline_table(results: Results, steps: Steps) -> Record:
-    """Return the headline table, the checkpoints that could not be measured, and math by kind of problem."""
+def headline_table(results: Results, steps: Steps, kept: Mapping[str, tuple[int, int]]) -> Record:
+    """Return the headline table, what was not measured, which steps were kept, and math by kind of problem.
+
+    kept: as `training_log.kept_steps` returns them.
+    """
     entries = results["checkpoints"]
     rows = []
     for column in tables.columns(results):
@@ -60,6 +63,7 @@ def headline_table(results: Results, steps: Steps) -> Record:
         "heads": [(name, tables.colour(results, name)) for name in entries],
         "rows": rows,
         "failed": results.get("failed", {}).items(),
+        "kept": kept.items(),
         "math": math_parts(results),
     }
 
@@ -67,7 +71,11 @@ def headline_table(results: Results, steps: Steps) -> Record:
 def about(results: Results, column: Column) -> list[str]:
     """Return a figure's note, its better direction, the number of items and the sampling setting."""
     figures = column.figures_in(next(entry for entry in results["checkpoints"].values() if column.suite in entry))
-    note = "levels solved" if column.suite == "envs" else column.note.removesuffix(", lower is better")
+    note = (
+        f"{tables.task_words(results).levels} solved"
+        if column.suite == "envs"
+        else column.note.removesuffix(", lower is better")
+    )
     better = "lower is better" if tables.less_is_better(column.metric) else "higher is better"
     items = f"{figures.get('n', figures.get('episodes'))} items"
     return list(filter(None, (note, better, items, column.setting and setting_of(column.setting))))
@@ -246,12 +254,13 @@ def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
     if results["config"].get("goals"):  # the models of the quickstart need other presets
         chat += " --config configs/quickstart/chat.yaml"
     chat += f" {shlex.quote(f'model.name_or_path={local[-1]}' if local else 'model.name_or_path=MODEL')}"
+    played = results["baselines"] if tables.task_words(results).level == "level" else ()  # prompts are not played
     beside = f" --beside {shlex.quote(local[-2])}" if len(local) > 1 else ""
     return [
         ("Talk to the result", chat),
         ("In the browser" + (", beside its predecessor" if beside else ""), f"{chat} --web{beside}"),
         ("The same question under each preset", f'{chat} --compare --prompt "Tell me about the old garden."'),
-        *((f"Watch it play {_spaced(name)}", f"{chat} --play {name}") for name in results["baselines"]),
+        *((f"Watch it play {_spaced(name)}", f"{chat} --play {name}") for name in played),
         ("All answers and episodes, with filters", f"posttrain report {folder / 'transcripts.jsonl'}"),
         ("Beside another run, with a verdict", f"posttrain report {folder} ANOTHER_RUN"),
         ("Make this page again", f"posttrain report {folder}"),

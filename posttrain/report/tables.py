@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from posttrain.metrics import Interval
 from posttrain.runtime import runlog
-from posttrain.types import Record
+from posttrain.types import Record, Words, value_at, words_of
 
 Results = dict[str, Any]  # results.json as evaluate_model.py writes it
 
@@ -64,6 +64,11 @@ def columns(results: Results) -> list[Column]:
         note = f"success in {entry['episodes']} episodes"
         shown.append(Column(readable(env), note, "envs", env, "success", entry["setting"]))
     return shown
+
+
+def task_words(results: Results) -> Words:
+    """Return what the page calls the tasks of this run's environments."""
+    return words_of(env["name"] for env in value_at(results["config"], "suites.envs.envs") or ())
 
 
 def math_title(source: str) -> str:

@@ -15,7 +15,7 @@ from posttrain.report import charts
 from posttrain.report.charts import Chart
 from posttrain.report.episodes import Pictures, Stage, browser_row, evaluation_stage, training_stage, with_pictures
 from posttrain.report.tables import Results
-from posttrain.runtime import runlog
+from posttrain.runtime import checkpoint, runlog
 from posttrain.types import Record, UserError, one_line
 
 # Curves by title: (key in metrics.jsonl, label); `*` stands for the name of an environment.
@@ -27,7 +27,7 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (("rewards/accuracies", "training"), ("eval_rewards/accuracies", "held out")),
     ),
     ("Reward margin, against the reference", (("rewards/margins", "training"), ("eval_rewards/margins", "held out"))),
-    ("Success, held-out levels", (("evaluation/*/success", "*"),)),
+    ("Success in validation", (("evaluation/*/success", "*"),)),
     ("Success while training", (("rollout/*/success", "*"),)),
     ("Std of the reward in a group", (("rollout/in_group_std", "mean over groups"),)),
     ("Groups whose rewards are all equal", (("rollout/zero_variance_groups", "share"),)),
@@ -50,6 +50,22 @@ def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
         places = [folder / name, Path(path).parent]  # a copied or renamed run shows its own training
         folders[name] = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
     return folders
+
+
+def kept_steps(results: Results, folders: dict[str, Path | None]) -> dict[str, tuple[int, int]]:
+    """Return (its step, the last step) of each checkpoint that is an earlier step of its run, as phase 3 may keep."""
+    kept = {}
+    for name, place in folders.items():
+        if place is None:
+            continue
+        try:
+            manifest = checkpoint.read_manifest(place / Path(results["config"]["checkpoints"][name]).name)
+        except UserError:  # only the files of its training are here
+            continue
+        step, last = manifest["meta"].get("step"), _last_step(runlog.read_metrics(place / "metrics.jsonl"))
+        if isinstance(step, int) and step < last:
+            kept[name] = step, last
+    return kept
 
 
 def curves(
@@ -165,7 +181,7 @@ def data(folders: dict[str, Path | None]) -> list[tuple[str, list[tuple[str, lis
 
 def cost(results: Results, folders: dict[str, Path | None]) -> Record:
     """Return steps, tokens, time and memory of each phase from its metrics.jsonl; {} without trained phases."""
-    rows, total = [], 0.0
+    rows, total, kept = [], 0.0, kept_steps(results, folders)
     for name, place in folders.items():
         if place is None:
             continue
@@ -177,13 +193,17 @@ def cost(results: Results, folders: dict[str, Path | None]) -> Record:
         memory = max((row.get("memory") or 0.0 for row in metrics), default=0.0)
         rows.append((
             name,
-            f"{max((row['step'] for row in metrics), default=0):,}",
+            f"{_last_step(metrics):,}" + (f" (kept: step {kept[name][0]:,})" if name in kept else ""),
             f"{int(tokens):,} {'sampled' if parts['rollout'] else 'read'}" if tokens else "not recorded",
             duration(seconds) if seconds else "not recorded",
             ", ".join(f"{key} {duration(value)}" for key, value in parts.items() if value),
             f"{memory:.1f} GiB" if memory else "not recorded",
         ))  # fmt: skip
     return {"rows": rows, "total": duration(total), "hardware": results["config"].get("hardware")} if rows else {}
+
+
+def _last_step(metrics: Sequence[Record]) -> int:
+    return max((row["step"] for row in metrics), default=0)
 
 
 def _seconds(row: Record, part: str) -> float:

@@ -17,6 +17,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +194,7 @@ def grouped_queries() -> Iterator[None]:
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:  # replaced by other code
         yield
         return
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attend
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(_attend, cache(lambda mask, group: mask.repeat(1, 1, group, 1)))
     try:
         yield
     finally:
@@ -201,6 +202,7 @@ def grouped_queries() -> Iterator[None]:
 
 
 def _attend(
+    repeated: Callable[[torch.Tensor, int], torch.Tensor],  # one mask for all layers, as each keeps it to go backward
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -218,7 +220,7 @@ def _attend(
         query.reshape(batch, -1, group * queries, size),
         key,
         value,
-        attn_mask=attention_mask.repeat(1, 1, group, 1),
+        attn_mask=repeated(attention_mask, group),
         dropout_p=settings.get("dropout", 0.0),
         scale=settings.get("scaling"),
     )

@@ -18,7 +18,7 @@ from posttrain.rollout import open_env
 from posttrain.runtime import floats
 from posttrain.starpo.learner import Learner
 from posttrain.starpo.monitoring.episodes import differs
-from posttrain.types import Trajectory
+from posttrain.types import OF_GAMES, Trajectory, Words, words_of
 
 LEVELS, ANSWERS = 64, 16  # validation levels of each environment, and episodes of each
 SATURATED = 0.9  # of pass@1: the signal falls with p (1 - p)
@@ -70,12 +70,12 @@ class Start(NamedTuple):
             levels=len(groups),
         )
 
-    def figures(self, rewarded: bool = True) -> str:
+    def figures(self, rewarded: bool = True, words: Words = OF_GAMES) -> str:
         """Return the figures in a line. rewarded: whether rewards are learned from."""
         differing = f", groups that differ {self.differ:.0%}" if rewarded else ""
         return (
-            f"{self.env}, {self.levels} levels: pass@1 {self.pass_1:.0%}, pass@{self.k} {self.pass_k:.0%}{differing},"
-            f" entropy {self.entropy:.2f} nats a token, invalid turns {self.invalid:.0%}, cut-off answers"
+            f"{self.env}, {self.levels} {words.levels}: pass@1 {self.pass_1:.0%}, pass@{self.k} {self.pass_k:.0%}"
+            f"{differing}, entropy {self.entropy:.2f} nats a token, invalid turns {self.invalid:.0%}, cut-off answers"
             f" {self.unfinished:.0%}"
         )
 
@@ -88,7 +88,7 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
         parameters: of the model; a small one gains from entropies at which large ones did not.
         rewarded: False where a teacher replaces the reward: groups need not differ.
     """
-    found: list[str] = []
+    found, words = list[str](), words_of([env.name])
     if start.unfinished > CUT_OFF:
         found.append(
             f"Answers are cut off: raise rollout.max_completion_length (now {answer_tokens}), or ask for shorter ones."
@@ -101,13 +101,13 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             " train phase 1 on a few hundred demonstrations (posttrain env demos)."
         )
     if start.levels * start.k < ENOUGH:
-        few = f"{start.levels * start.k} episodes are too few to judge success by"
-        return [*found, f"{few}; --advise plays more, and trains nothing."]
+        few = f"{start.levels * start.k} {words.episodes} are too few to judge success by"
+        return [*found, f"{few}; --advise {words.plays} more, and trains nothing."]
     if start.pass_1 > SATURATED:
         harder = f" ({env.harder})" if env.harder else ""
         found.append(
-            f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder levels{harder}, or those"
-            " that are not always won (envs.difficulty: auto), or fewer demonstrations before."
+            f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder {words.levels}{harder}, or"
+            f" those that are not always {words.won} (envs.difficulty: auto), or fewer demonstrations before."
         )
     elif start.pass_k < HOPELESS:
         easier = f" ({env.easier})" if env.easier else ""
@@ -115,12 +115,12 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
         if env.has("expert"):
             shown, prompt = "demonstrations (posttrain env demos, then phase 1)", "a clearer prompt (protocol.system)"
         found.append(
-            f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the levels. First {shown}, {prompt},"
-            f" or easier levels{easier}."
+            f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}. First {shown},"
+            f" {prompt}, or easier {words.levels}{easier}."
         )
     if start.entropy < COLD and start.pass_1 <= SATURATED and parameters >= LARGE:
         found.append(
-            "The entropy is low, so episodes of a level resemble each other: fewer epochs or rows of imitation, or"
+            f"The entropy is low, so {words.samples} resemble each other: fewer epochs or rows of imitation, or"
             " a higher rollout.temperature."
         )
     if not found:
@@ -182,7 +182,7 @@ def advice_text(cfg: StarPORun, starts: Mapping[str, Start], parameters: int, se
         if (start := starts.get(section.title)) is not None:
             longest = cfg.rollout.max_completion_length
             found = verdicts(start, open_env(section), longest, parameters, rewarded=cfg.rewarded)
-            lines += [start.figures(cfg.rewarded), *(f"  {each}" for each in found)]
+            lines += [start.figures(cfg.rewarded, words_of([section.name])), *(f"  {each}" for each in found)]
     lines += [text] if (text := rate_warning(cfg, parameters)) else []
     if seconds is not None and starts:
         steps = max(steps_to_see(start.spread, cfg.rollout.groups) for start in starts.values())
@@ -200,4 +200,5 @@ def first_advice(cfg: StarPORun, learner: Learner, groups: Sequence[Sequence[Tra
     starts = {
         title: measure_start(learner, [group for group in groups if group[0].env == title], title) for title in titles
     }
-    return f"Before the first update, on training levels:\n{advice_text(cfg, starts, parameters)}"
+    words = words_of(env.name for env in cfg.envs)
+    return f"Before the first update, on training {words.levels}:\n{advice_text(cfg, starts, parameters)}"

@@ -28,7 +28,7 @@ from posttrain.starpo.learner import Learner
 from posttrain.starpo.level_choice import level_seeds
 from posttrain.starpo.monitoring.episodes import memory, reward_table
 from posttrain.starpo.run_state import RunState, changed
-from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed
+from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed, words_of
 
 
 class Setup(NamedTuple):
@@ -295,7 +295,7 @@ def finish(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
     if broken:
         raise UserError(
             f"The run failed: {broken}. {setup.out / 'final'} was made from {setup.best(state).name}, the best healthy"
-            f" policy on the validation levels. Start again with a lower trainer.learning_rate or"
+            f" policy in validation. Start again with a lower trainer.learning_rate or"
             " trainer.bf16=false, and another output_dir."
         )
 
@@ -306,10 +306,10 @@ def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[
     broken: why the last policy is not healthy, "" where it is.
     """
     cfg, episodes = setup.cfg, setup.cfg.evaluation.final_episodes
-    keys = ("success", "low", "high", "levels")
+    keys, words = ("success", "low", "high", "levels"), words_of(env.name for env in cfg.envs)
     shares = {env.title: [metrics[f"final/{env.title}/{key}"] for key in keys] for env in cfg.envs}
     results = [
-        model_card.CardResult(f"{name}, test levels: success", success, int(levels), low, high)
+        model_card.CardResult(f"{name}, test {words.levels}: success", success, int(levels), low, high)
         for name, (success, low, high, levels) in shares.items()
     ]
     for line in runlog.read_metrics(setup.out / "metrics.jsonl"):
@@ -322,12 +322,12 @@ def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[
         source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), record],
         phase="phase3", step=state.best_step,
     )  # fmt: skip
-    print(f"Best on validation levels: step {state.best_step}. On test levels:")
+    print(f"Best on validation {words.levels}: step {state.best_step}. On test {words.levels}:")
     for name, (success, low, high, levels) in shares.items():
         crashed = metrics[f"final/{name}/crashed"]
         print(
-            f"  {name}: {success:.1%} [{low:.1%}, {high:.1%}] of {episodes} episodes"
-            + (f" on {levels} levels" if levels < episodes else "")
+            f"  {name}: {success:.1%} [{low:.1%}, {high:.1%}] of {episodes} {words.episodes}"
+            + (f" on {levels} {words.levels}" if levels < episodes else "")
             + (f", {crashed} of which raised and count as lost" if crashed else "")
         )
     print(f"Memory: at most {memory(setup.device):.2f} GiB; planned {plan.gib(setup.plan.peak)} GiB.")

@@ -120,6 +120,39 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
         make("prompts", path=path, rewards=["length"])
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"question": "a", "ans', "line 4 is not JSON: Unterminated string starting at, column 19"),
+        ("[1]", "line 4 is not a JSON object {...}"),
+        ('{"question": "\xe9"}', "line 4 is not JSON: 'utf-8' codec can't decode byte 0xe9"),
+    ],
+)
+@pytest.mark.parametrize("env", ["prompts", "countdown", "deep_coder"])
+def test_a_broken_line_is_counted_from_one(tmp_path: Path, line: str, words: str, env: str) -> None:
+    """In the file, blank lines included, and by all environments that read rows."""
+    lines = ['{"question": "a", "nums": [1, 2], "target": 3, "problem": "x"}', "", '{"question": "b"}', line, "{}"]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes("\n".join(lines).encode("latin-1"))
+    with pytest.raises(ValueError, match=r"rows\.jsonl") as error:
+        make(env, path=str(path))
+    assert words in str(error.value) and "line 1" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_broken_line_in_a_folder_is_named_with_its_file(tmp_path: Path) -> None:
+    write(tmp_path / "test.jsonl", [{"question": "a", "answer": "1"}])
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "1"}\n{"question"\n')
+    with pytest.raises(ValueError, match=r"\(train.jsonl: line 2 is not JSON: Expecting ':' delimiter, column 12\)"):
+        make("prompts", path=str(tmp_path))
+
+
+def test_rows_stay_as_they_are_written(tmp_path: Path) -> None:
+    """Columns of several types, texts that look like dates; a column that a row lacks is None."""
+    rows = [{"question": "a", "answer": "2024-01-01"}, {"question": "b", "answer": 1, "more": {"x": 1}}]
+    env: Any = make("prompts", path=write(tmp_path / "rows.jsonl", rows), template="{{ question }} {{ more }}")
+    assert env.table.rows == [rows[0] | {"more": None}, rows[1]]
+
+
 def test_functions_are_called_as_trl_calls_them(tmp_path: Path, module: Module) -> None:
     """prompts, completions and every column, one value for each answer; texts for a text, messages for messages."""
     name = module(

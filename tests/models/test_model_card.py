@@ -125,7 +125,7 @@ def test_the_phases_before_are_told_of(tmp_path: Path) -> None:
     card = card_of([*model_card.history(str(folder)), three])
     assert card.data.tags == ["sft", "starpo", "convgpt"]
     assert card.data.base_model == "mkurman/ConvGPT-0.2B-SYNTH-250B-EC"
-    assert "it fails in 46% of the phase's own test levels" in card.text
+    assert "it fails in 46% of the phase's own tests" in card.text
     assert "What an earlier phase taught may have weakened" in card.text
 
 

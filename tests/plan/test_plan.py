@@ -32,7 +32,7 @@ from posttrain.config.shared import ModelSection
 from posttrain.config.starpo import StarPORun
 from posttrain.models import loading as models
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.models.forward import VOCABULARY_CHUNK, head_logprobs, trained_states
+from posttrain.models.forward import VOCABULARY_CHUNK, Prefixes, head_logprobs, trained_states
 from posttrain.plan.episodes import Place, always, learning, playing
 from posttrain.plan.parts import Numbers, output_tile
 from posttrain.plan.shape import Shape
@@ -262,6 +262,17 @@ def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool, bonus: float) 
         sampler.sample(handles, SamplingParams(16), [0] * rows)
     planned = sum(playing(shape, cfg, rows).values())
     assert 0.75 * planned <= alive.peak <= planned
+
+
+def test_prefixes_keep_their_own_copies_of_frozen_weights() -> None:
+    """Autocast casts a frozen weight again in each forward pass, and each graph keeps its copy."""
+    cfg = config(model={"tuning": "lora"}, trainer={"bf16": True, "gradient_checkpointing": False})
+    learner = make_learner(cfg, network("llama"), None)  # type: ignore[arg-type]
+    shape = shape_of(learner.policy, cfg)
+    with learner.autocast(), Alive(learner.model.parameters()) as alive:
+        prefixes = Prefixes(learner.policy, [(1,) * 8])
+    planned = learning(shape, cfg, 8, cuda=False)["shared prefixes"]
+    assert prefixes.width == 8 and 2 * shape.blocks <= alive.now <= 1.1 * planned
 
 
 def test_four_and_eight_bits(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import io
 import itertools
+import json
 import re
 import runpy
 import shlex
@@ -26,6 +27,7 @@ import yaml
 from tiny_runs import tiny_base
 
 import envs
+import evaluate_model
 import train_phase1_sft
 from envs import check
 from posttrain import __main__ as command
@@ -156,6 +158,12 @@ class Shell:
         return (Path(spec.origin).parent / file).read_text(encoding="utf-8")
 
 
+def mine_eval() -> str:
+    """The YAML that evaluates own prompts."""
+    (found,) = (block for block in blocks("docs/own.md", "yaml") if block.startswith("# mine-eval.yaml"))
+    return found
+
+
 def output_dir(file: str) -> str:
     return yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))["output_dir"]
 
@@ -164,11 +172,15 @@ def output_dir(file: str) -> str:
 def test_commands_work(document, monkeypatch, tmp_path, own_environments):
     monkeypatch.chdir(ROOT)
     shell, wrong = Shell(), []
-    for name, place in {"mine.yaml": "README.md", "pairs.yaml": "docs/own.md"}.items():
+    for name, text in {
+        "mine.yaml": blocks("README.md", "yaml")[0],
+        "pairs.yaml": blocks("docs/own.md", "yaml")[0],
+        "mine-eval.yaml": mine_eval(),
+    }.items():
         shell.files[name] = tmp_path / name
-        shell.files[name].write_text(blocks(place, "yaml")[0])
-    if document == "docs/own.md":  # which goes on from the README
-        shell.made |= {"runs/quickstart/base"}
+        shell.files[name].write_text(text)
+    if document == "docs/own.md":  # which goes on from the README, and trains by `posttrain rl` in a sentence
+        shell.made |= {"runs/quickstart/base", "runs/mine-rl/final"}
     for block in blocks(document, "sh"):
         shell.written.clear()
         for line in block.splitlines():
@@ -238,6 +250,30 @@ def test_own_data_of_the_readme_trains(tmp_path, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     train_phase1_sft.main(["--config", "mine.yaml"])
     assert (tmp_path / "runs/mine/final/model.safetensors").exists()
+
+
+def test_own_prompts_of_the_page_are_evaluated(tmp_path, tiny_tokenizer, monkeypatch):
+    """The YAML and the reward function as they stand there, with tiny models."""
+    (code,) = (block for block in blocks("docs/own.md", "python") if "def polite" in block)
+    (tmp_path / "my_rewards.py").write_text(code)
+    rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "mine-eval.yaml").write_text(mine_eval())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tiny_base(tmp_path / "base", tiny_tokenizer)
+    tiny_base(tmp_path / "runs/mine-rl/final", tiny_tokenizer)
+    changes = ["checkpoints.base=base", "device=cpu", "workers=1", "suites.envs.episodes=4"]
+    changes += ["suites.envs.max_completion_length=8", "suites.envs.max_context=256"]
+    outcome(evaluate_model.main, ["evaluate_model.py", "--config", "mine-eval.yaml", *changes])
+    results = json.loads((tmp_path / "runs/mine-evaluation/results.json").read_text())
+    assert {name: entry["envs"]["prompts"]["episodes"] for name, entry in results["checkpoints"].items()} == {
+        "base": 4,
+        "mine": 4,
+    }
+    row = json.loads((tmp_path / "runs/mine-evaluation/transcripts.jsonl").read_text().splitlines()[0])
+    assert set(row["reward_parts"]) == {"math", "polite"} and row["messages"][0]["role"] == "system"
+    assert "players" not in (tmp_path / "runs/mine-evaluation/results.md").read_text(), "nobody plays them by a rule"
 
 
 def test_hours_are_those_of_the_config_files():

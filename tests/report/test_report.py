@@ -44,6 +44,7 @@ from posttrain.report import (
 from posttrain.report.episodes import Pictures, acted_out, browser_row, evaluation_stage, gif
 from posttrain.report.page import build_transcripts, read_run
 from posttrain.report.rendering import TEMPLATES
+from posttrain.runtime import checkpoint
 from posttrain.serving.publish import measured
 from posttrain.types import Record, UserError
 
@@ -361,6 +362,30 @@ def test_a_run_that_was_copied_shows_its_own_training(run: Path, tmp_path: Path)
     assert training_log.phase_folders(results, place)["phase1"] == run / "phase1", "else where the results say"
 
 
+def test_a_checkpoint_that_is_an_earlier_step_of_its_run_says_which(run: Path, tmp_path: Path) -> None:
+    """Phase 3 keeps the best policy on its validation levels, which may be the one that it started from."""
+    place = Path(shutil.copytree(run, tmp_path / "copy"))
+    for name, step in (("phase2", 78), ("phase3", 0)):
+        (place / name / "final").mkdir()
+        checkpoint.seal(place / name / "final", step=step)
+    text = words_of(report.build(place).read_text())
+    assert "phase3 is step 0 of 60: no later evaluation of the run was better beyond chance." in text
+    assert "60 (kept: step 0)" in text and "phase2 is step" not in text and "kept: step 78" not in text
+
+
+def test_a_page_of_prompts_does_not_speak_of_levels(run: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(run, tmp_path / "copy"))
+    results = json.loads((place / "results.json").read_text())
+    for env in results["config"]["suites"]["envs"]["envs"]:
+        env |= {"label": env["name"], "name": "prompts", "options": {}}
+    results["baselines"] = {env: {} for env in results["baselines"]}
+    (place / "results.json").write_text(json.dumps(results))
+    text = words_of(re.sub(r"<(script|style).*?</\1>", "", report.build(place).read_text(), flags=re.DOTALL))
+    assert "prompts solved" in text and "The prompts" in text and "The same prompt, before and after" in text
+    assert re.search(r"40 answers to \d+ test prompts", text)
+    assert re.findall(r"[^.]*\b(?:levels?|won|play\w*)\b[^.]*", text) == []
+
+
 def test_page_shows_the_measured_figures(results: Record, html: str) -> None:
     for entry in results["checkpoints"].values():
         for found in (entry["math"]["embedded"], entry["recall"], entry["preferences"]):
@@ -380,7 +405,7 @@ def test_page_shows_the_measured_figures(results: Record, html: str) -> None:
 
 def test_curves_are_of_the_phases_that_were_trained_here(html: str) -> None:
     curves = html.partition("Learning curves</h2>")[2].partition("</section>")[0]
-    assert "metrics.jsonl" not in curves and "Success, held-out levels" in curves
+    assert "metrics.jsonl" not in curves and "Success in validation" in curves
     assert curves.count('<figure class="chart"') == html.count('<figure class="chart"') == 2 + 3 + 5
     phases = dict(zip(NAMES[1:], curves.split("<h3>")[1:], strict=True))
     assert [name for name, drawn in phases.items() if "ln 2 = 0.69" in drawn] == ["phase2"], "DPO's loss is explained"

@@ -363,21 +363,25 @@ def test_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
         "cache", "kwargs",
     ]  # fmt: skip
     heads: list[int] = []
+    masks: list[torch.Tensor] = []
     plain = torch.nn.functional.scaled_dot_product_attention
 
     def attend(query: torch.Tensor, key: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         heads.append(key.shape[1])
+        masks.append(named["attn_mask"])
         return plain(query, key, *rest, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    net = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    sizes: dict[str, Any] = {**SMALL, "num_hidden_layers": 2}
+    net = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     ids, mask = torch.arange(6).view(1, 6), torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1) > 0, -1e9)
     with torch.no_grad():
         copied = net(ids, attention_mask=mask, use_cache=False).logits
         with compat.grouped_queries():
             grouped = net(ids, attention_mask=mask, use_cache=False).logits
-    assert heads == [4, 2], "transformers does not copy keys and values under a mask any more"
+    assert heads == [4, 4, 2, 2], "transformers does not copy keys and values under a mask any more"
     assert torch.allclose(copied, grouped, atol=1e-5)
+    assert masks[2].shape[2] == 2 * 6 and masks[2] is masks[3], "each layer would keep a copy for its backward pass"
 
 
 def test_shard_on_cpus_is_still_needed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from test_learner import config, played, policy
 from test_phase3 import settings, train
 
 import envs
-from posttrain.config import EnvSection, StarPORun
+from posttrain.config import EnvSection, StarPORun, TrainingEnvSection
 from posttrain.evaluation import held_out_levels
 from posttrain.rollout import open_env
 from posttrain.starpo import advice
@@ -60,6 +61,16 @@ def test_what_follows_is_said(changes: dict[str, Any], parameters: float, words:
 def test_prompts_have_no_demonstrations_to_begin_with() -> None:
     (found,) = verdicts(GOOD._replace(pass_1=0.0, pass_k=0.05), envs.make("prompts"), 64, 10**9)
     assert "phase 1 on good answers" in found and "demos" not in found and "protocol." not in found
+
+
+def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
+    env = envs.make("prompts")
+    cfg = config().model_copy(update={"envs": [TrainingEnvSection(name="prompts")]})
+    for changes in ({}, {"levels": 2}, {"pass_1": 0.95}, {"pass_k": 0.05, "pass_1": 0.0}, {"entropy": 0.1}):
+        start = GOOD._replace(env="prompts", **changes)
+        text = "\n".join([advice_text(cfg, {"prompts": start}, 10**9), *verdicts(start, env, 64, 10**9)])
+        assert f"prompts, {start.levels} prompts: pass@1" in text
+        assert re.findall(r".*\b(?:levels?|won|wins|plays?|episodes?)\b.*", text) == []
 
 
 def test_advice_asks_no_prompt_twice(tmp_path: Path) -> None:

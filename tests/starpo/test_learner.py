@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import updates
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import train_phase3_starpo as phase3
@@ -475,3 +476,29 @@ def test_the_adapter_is_switched_off_for_the_reference() -> None:
         learn(cfg, model, groups, learner, step)
     reference_S = learner.measure(batch).reference_S
     assert reference_S is not None and torch.allclose(reference_S, batch.sampler_S, atol=1e-5)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations for which Python would wait for a GPU: tensors that become numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"critic": {"kind": "separate"}, "advantage": "gae"}, {"beta": 0.1}])
+def test_nothing_waits_for_a_gpu_within_a_micro_batch(algorithm: dict[str, Any]) -> None:
+    counts = []
+    for tokens in (16, 4096):
+        cfg = config(**algorithm)
+        cfg = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"micro_batch_tokens": tokens})})
+        model = policy()
+        groups = played(model)
+        with Waits() as waits:
+            learn(cfg, model, groups)
+        counts.append(waits.count)
+    assert counts[0] == counts[1]

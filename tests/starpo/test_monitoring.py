@@ -21,7 +21,7 @@ from posttrain.starpo.monitoring.episodes import answers_of, describe, reward_ta
 from posttrain.starpo.monitoring.monitor import Monitor
 from posttrain.starpo.run import make_learner
 from posttrain.starpo.run_state import RunState
-from posttrain.types import Trajectory
+from posttrain.types import OF_GAMES, Trajectory, words_of
 
 
 def test_a_figure_of_each_group_and_turn() -> None:
@@ -90,7 +90,7 @@ def chosen(curve: list[float], levels: int, rng: np.random.Generator, stops_earl
     """
     trainer, evaluation = SimpleNamespace(max_steps=len(curve) - 1 + stops_early), SimpleNamespace(every=1)
     cfg = SimpleNamespace(trainer=trainer, evaluation=evaluation)
-    monitor: Any = SimpleNamespace(cfg=cfg, say=lambda text: None)
+    monitor: Any = SimpleNamespace(cfg=cfg, say=lambda text: None, words=OF_GAMES)
     state = RunState()
     for step, share in enumerate(curve):
         won = {"line": (rng.random(levels) < chances(share, levels)).tolist()}
@@ -99,6 +99,15 @@ def chosen(curve: list[float], levels: int, rng: np.random.Generator, stops_earl
         if better:
             state.best_step, state.best_won = step, won
     return state.best_step
+
+
+def test_an_evaluation_of_prompts_speaks_of_prompts() -> None:
+    said: list[str] = []
+    cfg = SimpleNamespace(trainer=SimpleNamespace(max_steps=2), evaluation=SimpleNamespace(every=1))
+    monitor: Any = SimpleNamespace(cfg=cfg, say=said.append, words=words_of(["prompts", "prompts"]))
+    Monitor.compare_with_best(monitor, RunState(best_won={"p": [False, True]}), 1, {"p": [True, True]})
+    assert "step 1: 100.0% of validation prompts solved, +50.0 points against step 0 on the same prompts." in said[0]
+    assert words_of(["prompts", "sokoban"]) == words_of([]) == OF_GAMES
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

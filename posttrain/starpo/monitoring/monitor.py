@@ -18,7 +18,7 @@ from posttrain.starpo.monitoring.alarms import Alarm
 from posttrain.starpo.monitoring.collapse import work
 from posttrain.starpo.monitoring.token_figures import TokenFigures, token_figures
 from posttrain.starpo.run_state import RunState
-from posttrain.types import Trajectory
+from posttrain.types import Trajectory, words_of
 
 EVIDENCE = 0.05  # the largest probability that a policy which is not better becomes the best
 
@@ -31,6 +31,7 @@ class Monitor:
 
     def __init__(self, cfg: StarPORun, settings: dict[str, Any], state: RunState, exact: bool, resume: bool) -> None:
         self.cfg, self.raised, out = cfg, list[Alarm](), Path(cfg.output_dir)  # raised: the alarms of this step
+        self.words = words_of(env.name for env in cfg.envs)
         after = state.step or None  # steps that will be played again are dropped
         self.metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=after, but_not="final/")
         runlog.MetricsFile(out / "transcripts.jsonl", after_step=after)
@@ -90,10 +91,12 @@ class Monitor:
         allowed = EVIDENCE if last else EVIDENCE / max(1, before_the_last)
         better = chance <= allowed
         success = sum(sum(levels) / len(levels) for levels in won.values()) / len(won)
+        words = self.words
         self.say(
-            f"step {step}: {success:.1%} of validation levels won, {100 * gain:+.1f} points against step"
-            f" {state.best_step} on the same levels. By chance alone, such a gain has a probability of {chance:.2g}"
-            f" (limit: {allowed:.2g}). " + ("The new best." if better else f"Step {state.best_step} remains the best.")
+            f"step {step}: {success:.1%} of validation {words.levels} {words.won}, {100 * gain:+.1f} points against"
+            f" step {state.best_step} on the same {words.levels}. By chance alone, such a gain has a probability of"
+            f" {chance:.2g} (limit: {allowed:.2g}). "
+            + ("The new best." if better else f"Step {state.best_step} remains the best.")
         )
         return better, {"evaluation/over_best": gain, "evaluation/over_best_error": error}
 
@@ -104,7 +107,7 @@ class Monitor:
             self.say(f"step {state.step}: stopped early, the alarm above says why.")
             state.stopped_early = True
         elif watch.solved(self.cfg, state, success):
-            self.say(f"step {state.step}: stopped early, every level is won.")
+            self.say(f"step {state.step}: stopped early, every {self.words.level} is {self.words.won}.")
             state.stopped_early = True
 
     def close(self) -> None:
