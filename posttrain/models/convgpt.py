@@ -358,7 +358,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         tokens = embeds.shape[1]
-        if position_ids is None and self.config._attn_implementation == "sdpa":  # given positions may mean packed rows
+        if (given := position_ids) is None and self.config._attn_implementation == "sdpa":  # else rows may be packed
             attention_mask = None if pads_on_the_right(attention_mask, tokens) else attention_mask
         if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
@@ -370,7 +370,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
             masks = attention_mask
         else:
             arguments = {"config": self.config, "inputs_embeds": embeds, "attention_mask": attention_mask}
-            arguments |= {"past_key_values": past_key_values, "position_ids": position_ids}
+            arguments |= {"past_key_values": past_key_values, "position_ids": given}
             masks = {"full_attention": create_causal_mask(**arguments)}
             if self.config.sliding_window:
                 masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
