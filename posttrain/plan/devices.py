@@ -20,8 +20,8 @@ from posttrain.runtime import hardware
 from posttrain.types import UserError
 
 # Operations that Python launches for one layer of a forward pass: 1,106 in the 24 layers of Qwen2.5-0.5B, counted by
-# benchmarks/launches.py. Qwen published 49.9 tokens a second for Qwen2-0.5B on an A100, without batching: 20 ms for the
-# launches of a token, 18 microseconds each.
+# benchmarks/launches.py. The host of an H100 took 37 microseconds for each of them, and 26 in SmolLM2
+# (benchmarks/gpu.py); Qwen published 49.9 tokens a second for Qwen2-0.5B on an A100, without batching: 18 each.
 OPERATIONS = 46
 
 
@@ -36,7 +36,7 @@ class Device(NamedTuple):
     link: float  # GB/s to the other devices of its host, in one direction
     network: float  # GB/s to other hosts: the device's share of the network of its host
     price: float | None = None  # dollars an hour; None if unknown
-    operation: float = 18e-6  # seconds in which Python launches one operation
+    operation: float = 36e-6  # seconds in which Python launches one operation
     waits: bool = False  # True for a CPU, which computes between launches; a GPU computes during them
 
     @property

@@ -32,6 +32,7 @@ class Numbers(NamedTuple):
     recomputed: bool  # whether activations are (gradient checkpointing)
     eight_bits: bool  # whether the optimizer's moments are
     shards: int = 1  # devices that share parameters, gradients and moments
+    compiled: bool = False  # whether the layers are
 
     @classmethod
     def of(cls, cfg: Any, shards: int = 1) -> Numbers:
@@ -45,6 +46,7 @@ class Numbers(NamedTuple):
             recomputed=bool(trainer_field(cfg, "gradient_checkpointing")),
             eight_bits="8bit" in str(trainer_field(cfg, "optim")),
             shards=shards,
+            compiled=bool(trainer_field(cfg, "torch_compile")),
         )
 
     @property

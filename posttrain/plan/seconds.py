@@ -30,9 +30,37 @@ class Factors(NamedTuple):
     decode: float = 0.5
 
 
+class Passes(NamedTuple):
+    """How often what a layer keeps is written or read: Passes(both=5, again=2, forward=2)"""
+
+    both: float  # forward and backward pass
+    again: float  # what recomputation adds
+    forward: float  # a forward pass alone
+
+
 # An activation is written once, read by the next operation and by the backward pass, and its gradient is written and
-# read: five passes. With recomputation it is written and read once more.
-PASSES, PASSES_AGAIN = 5, 7
+# read: five passes. A CPU keeps the rest in its caches, and compiled layers do not write it. Launched one by one,
+# operations of a GPU write what they convert, norm and rotate as well: 10 to 12 passes in Llama's and Qwen's layers
+# and 6 in ConvGPT's, counted by benchmarks/kernels.py.
+FEW, MANY = Passes(5, 2, 2), Passes(11, 4.4, 4.4)
+
+
+class Launches(NamedTuple):
+    """Operations of a layer: Launches(both=140, again=46, forward=46)"""
+
+    both: float
+    again: float
+    forward: float
+
+
+# Launched one by one: 135 and 144 in Llama's and Qwen's layers, counted as above. Compiled: 74 and 94 with recomputation
+# in ConvGPT's, counted on a GPU. On a CPU, whose launches are measured in a forward pass, twice and thrice as many.
+EAGER, COMPILED, ON_CPU = Launches(140, 46, 46), Launches(74, 20, 25), Launches(92, 46, 46)
+# Operations of a decoding step for one layer: ConvGPT's have matrices joined (posttrain.models.fused).
+DECODING, DECODING_FUSED = OPERATIONS, 26
+# The shortest time between two kernels of a CUDA graph: an H100 took 5.9 ms for 1,106 of Qwen2.5-0.5B and 5.6 for 1,380
+# of SmolLM2, where their bytes take 2.
+REPLAYED = 4.5e-6
 # Bytes that an optimizer step moves for each trained number: it reads weights, gradients and two moments, writes all
 # but the gradients, reads and scales the gradients for their norm, and makes bfloat16 copies.
 STEP = 4 * 10 + 2
@@ -67,12 +95,11 @@ class Cost:
         self.flops = peak * 1e12 * self.factors.matmul
         self.stream = self.device.bandwidth * 1e9 * self.factors.stream
         self.moved = OfAToken.of(shape, numbers).moved
+        self.passes = FEW if numbers.compiled or self.device.waits else MANY
+        self.launches = ON_CPU if self.device.waits else COMPILED if numbers.compiled else EAGER
 
     def with_launches(self, work: float, operations: float) -> float:
-        """Return the seconds of work and launches: a GPU works while the next operations are launched, a CPU does not.
-
-        operations: of a forward pass. A backward pass has twice as many, launched in C++ in half the time each.
-        """
+        """Return the seconds of work and launches: a GPU works while the next operations are launched, a CPU does not."""
         launches = operations * self.device.operation
         return work + launches if self.device.waits else max(work, launches)
 
@@ -82,9 +109,9 @@ class Cost:
         tokens: each attends to `behind` others on average. labels: tokens whose log-probs are computed.
         """
         flops = forward_flops(self.shape, tokens, behind) + head_flops(self.shape, labels)
-        moved = 2 * tokens * self.moved + self.logits[0] * labels * self.shape.vocabulary * self.numbers.computed
+        moved = self.passes.forward * tokens * self.moved + self.logits[0] * labels * self.shape.vocabulary * self.numbers.computed
         work = flops / self.flops + moved / self.stream
-        return self.with_launches(work, pieces * OPERATIONS * self.shape.layers)
+        return self.with_launches(work, pieces * self.launches.forward * self.shape.layers)
 
     def learns(self, tokens: float, labels: float, behind: float, pieces: float = 1) -> float:
         """Return the seconds of forward and backward passes, with the arguments of `reads`.
@@ -95,10 +122,11 @@ class Cost:
         times = (3 if self.numbers.full else 2) + recomputed
         flops = times * forward_flops(self.shape, tokens, behind)
         flops += (4 if self.numbers.full else 3) * head_flops(self.shape, labels)
-        moved = (PASSES_AGAIN if recomputed else PASSES) * tokens * self.moved
+        moved = (self.passes.both + recomputed * self.passes.again) * tokens * self.moved
         moved += self.logits[1] * labels * self.shape.vocabulary * self.numbers.computed
         work = flops / self.flops + moved / self.stream
-        return self.with_launches(work, pieces * OPERATIONS * self.shape.layers * (2 + recomputed))
+        launches = self.launches.both + recomputed * self.launches.again
+        return self.with_launches(work, pieces * launches * self.shape.layers)
 
     def steps(self, trained: float, pieces: float = 1) -> float:
         """Return the seconds of an optimizer step and of the communication between devices.
@@ -121,7 +149,10 @@ class Cost:
         read += SAMPLING * rows * shape.vocabulary / self.stream
         flops = forward_flops(shape, rows, behind) + head_flops(shape, rows)
         work = max(read, flops / self.flops)
-        return tokens * self.with_launches(work, OPERATIONS * shape.layers if launched else 0)
+        operations = shape.layers * (DECODING_FUSED if shape.fused and self.device.cuda else DECODING)
+        if launched:
+            return tokens * self.with_launches(work, operations)
+        return tokens * (max(work, operations * REPLAYED) if self.device.cuda else work)
 
 
 def forward_flops(shape: Shape, tokens: float, behind: float) -> float:

@@ -398,11 +398,15 @@ def test_servers_play_side_by_side_and_ahead_of_the_learner() -> None:
 
 def test_the_seconds_of_a_plain_case() -> None:
     """Decoding reads two bytes of every weight and of the cache; a forward pass takes two operations a weight."""
-    cost = seconds.Cost(SHAPE, Numbers(4, 2, "full", False, False), Fleet(GPU._replace(operation=0.0)))
-    read = 2 * (SHAPE.blocks + SHAPE.top + 32 * 600 * SHAPE.cache) / 300e9 + 32 * 32 * SHAPE.vocabulary / 480e9
-    assert cost.decodes(100, 32, 600) == pytest.approx(100 * read)
+    numbers = Numbers(4, 2, "full", False, False, compiled=True)
+    cost = seconds.Cost(SHAPE, numbers, Fleet(GPU._replace(operation=0.0)))
+    read = 2 * (SHAPE.blocks + SHAPE.top + 64 * 600 * SHAPE.cache) / 300e9 + 32 * 64 * SHAPE.vocabulary / 480e9
+    assert cost.decodes(100, 64, 600) == pytest.approx(100 * read)
     moved = 2 * 1000 * cost.moved / 480e9
     assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
     waiting = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU))
-    assert waiting.decodes(1, 1, 100, launched=True) == pytest.approx(devices.OPERATIONS * 24 * 18e-6)
-    assert waiting.decodes(1, 1, 100) == cost.decodes(1, 1, 100)
+    assert waiting.decodes(1, 1, 100, launched=True) == pytest.approx(devices.OPERATIONS * 24 * GPU.operation)
+    assert waiting.decodes(1, 1, 100) == pytest.approx(devices.OPERATIONS * 24 * seconds.REPLAYED)  # of a graph
+    one_by_one = seconds.Cost(SHAPE, numbers._replace(compiled=False), Fleet(GPU))
+    for tokens in (8, 100_000):  # launches, and bytes
+        assert one_by_one.learns(tokens, 0, 0) > 1.5 * waiting.learns(tokens, 0, 0)
