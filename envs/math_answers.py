@@ -57,6 +57,8 @@ BARE_LETTER = re.compile(r"(?<![\\a-zA-Z])(?:[a-df-hj-zA-Z](?![a-zA-Z])|[a-zA-Z]
 BARE_WORD = re.compile(rf"(?<![\\a-zA-Z])(?!(?:{FUNCTIONS})(?![a-zA-Z]))[a-zA-Z]{{4}}")
 OF_LETTERS = re.compile(r"[A-Za-z()\[\]{} '’-]+")
 ATTACHED = re.compile(r"[0-9.)}](?![eE][-+]?[0-9]|x ?10)[A-Za-z](?![A-Za-z])")  # 5m is a product, 5 m a length
+# What is still to be calculated is no number: a policy learned to answer "What is 18 * 28 - 279?" with 18 * 28 - 279
+UNFINISHED = re.compile(r"[0-9)}] *[-+*](?! *10 *\^) *\$?(?:[0-9(]|\\frac)")
 SUBSCRIPT = re.compile(r"[0-9)}] ?_")  # of a number: math-verify leaves it out
 PERCENT = re.compile(r"%|per\s?cent", re.IGNORECASE)
 PERCENT_AT_END = re.compile(r"\s*(?:%|per\s?cent)\s*$", re.IGNORECASE)
@@ -100,7 +102,9 @@ def equal(response: str, answer: str, same: Same) -> bool:
         return True  # also where math-verify could read neither, such as a name
     words = frozenset(LETTERS.findall(" ".join(IN_WORDS.findall(f"{response} {answer}"))))
     response, answer = plain_spelling(response), plain_spelling(answer)
-    return bool(response and answer) and _Comparison(same, words).equal(response, answer)
+    if not response or not answer or (parse_number(answer) is not None and UNFINISHED.search(equation(response)[-1])):
+        return False
+    return _Comparison(same, words).equal(response, answer)
 
 
 @dataclass(frozen=True)

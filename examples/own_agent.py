@@ -14,10 +14,16 @@ from typing import Any
 
 import openai
 
-RULES = """Answer the question. You can use a calculator: write
+RULES = """Answer the question with a calculator. Write an action, for example
 Action: calculate[2 * (3 + 4)]
-and stop; the next message begins with its result. When you know the answer, write
+and stop: the next message begins with its result. When you know the answer, write it as in
 Final: 14"""
+EXAMPLE = [
+    {"role": "user", "content": "What is 2 * (3 + 4)?"},
+    {"role": "assistant", "content": "Action: calculate[2 * (3 + 4)]"},
+    {"role": "user", "content": "Result: 14"},
+    {"role": "assistant", "content": "Final: 14"},
+]
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -41,7 +47,7 @@ def calculate(expression: str) -> str:
 
 def main(question: str) -> None:
     client = openai.OpenAI()
-    messages: list[Any] = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
+    messages: list[Any] = [{"role": "system", "content": RULES}, *EXAMPLE, {"role": "user", "content": question}]
     for _ in range(6):
         reply = client.chat.completions.create(model="policy", messages=messages, stop=["Result:"])
         answer = reply.choices[0].message.content or ""

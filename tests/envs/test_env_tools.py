@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from pathlib import Path
@@ -198,13 +199,20 @@ def test_the_calculator_reads_numbers_alone(expression: str) -> None:
     assert answer_of(Call("calculate", {"expression": expression}), [Tool(calculate, "here")], 5.0).failed
 
 
-def test_the_calculators_questions_are_rows_for_prompts(tmp_path: Path) -> None:
-    own_tool.write_questions(tmp_path / "questions.jsonl", 30)
+@pytest.mark.parametrize("kinds", [own_tool.SUMS, own_tool.IN_WORDS])
+def test_the_calculators_questions_are_rows_for_prompts(tmp_path: Path, kinds: dict[str, str]) -> None:
+    own_tool.write_questions(tmp_path / "questions.jsonl", kinds, 60)
     env: Any = envs.make("prompts", path=str(tmp_path / "questions.jsonl"), rewards=["math"])
+    forms = {
+        re.sub(r"{\w}", r"(\\d+)", re.escape(text).replace(r"\{", "{").replace(r"\}", "}")): text for text in kinds
+    }
     for seed in range(3):
         episode = Episode(env, Protocol(), seed, "train")
         question = episode.messages[-1]["content"]
-        answer = answer_of(Call("calculate", {"expression": question[8:-1]}), [Tool(calculate, "here")], 5.0)
+        ((form, found),) = [(text, match) for form, text in forms.items() if (match := re.fullmatch(form, question))]
+        numbers = dict(zip(re.findall(r"{(\w)}", form), found.groups(), strict=True))
+        expression = kinds[form].format(**numbers)
+        answer = answer_of(Call("calculate", {"expression": expression}), [Tool(calculate, "here")], 5.0)
         assert episode.step(f"It is \\boxed{{{answer.text}}}.").reward == 1
 
 

@@ -549,8 +549,8 @@ def test_an_unmodified_agent_sixteen_at_once(tmp_path: Path, tiny_chat: Chat) ->
     env = EnvSection(name="prompts", options={"path": str(rows), "rewards": ["math"], "agent": command})
 
     def react(text: str) -> str:
-        question = text.partition("What is ")[2].partition("?")[0]
-        if "Result: " in text.partition("Final: 14")[2]:
+        question = text.rpartition("What is ")[2].partition("?")[0]
+        if "Result: " in text.rpartition("What is ")[2]:
             return f"Final: {text.rpartition('Result: ')[2].partition('<')[0].strip()}"
         return f"I compute.\nAction: calculate[{question}]\nResult: 99"
 
