@@ -203,15 +203,15 @@ def test_the_calculator_reads_numbers_alone(expression: str) -> None:
 def test_the_calculators_questions_are_rows_for_prompts(tmp_path: Path, kinds: dict[str, str]) -> None:
     own_tool.write_questions(tmp_path / "questions.jsonl", kinds, 60)
     env: Any = envs.make("prompts", path=str(tmp_path / "questions.jsonl"), rewards=["math"])
-    forms = {
-        re.sub(r"{\w}", r"(\\d+)", re.escape(text).replace(r"\{", "{").replace(r"\}", "}")): text for text in kinds
-    }
+    forms = {re.sub(r"\\{(\w)\\}", r"(?P<\1>\\d+)", re.escape(text)): sum_of for text, sum_of in kinds.items()}
     for seed in range(3):
         episode = Episode(env, Protocol(), seed, "train")
         question = episode.messages[-1]["content"]
-        ((form, found),) = [(text, match) for form, text in forms.items() if (match := re.fullmatch(form, question))]
-        numbers = dict(zip(re.findall(r"{(\w)}", form), found.groups(), strict=True))
-        expression = kinds[form].format(**numbers)
+        (expression,) = [
+            sum_of.format(**match.groupdict())
+            for form, sum_of in forms.items()
+            if (match := re.fullmatch(form, question))
+        ]
         answer = answer_of(Call("calculate", {"expression": expression}), [Tool(calculate, "here")], 5.0)
         assert episode.step(f"It is \\boxed{{{answer.text}}}.").reward == 1
 
