@@ -52,13 +52,15 @@ def show_reference_progress() -> None:
     compat.replace_reference_bar(shown)
 
 
-def read_without_padding_masks(net: Any) -> None:
+def read_without_padding_masks(net: Any, checked: bool = False) -> None:
     """Make the decoder read a batch that is padded on the right without an attention mask.
 
     A token attends only to itself and earlier tokens, so no real token sees the padding behind it, and padding has no
     label. Loss and gradients are the same (a test compares). transformers would make a mask of rows x T x T from the
     padding; without one, sdpa uses its flash kernels and shares the keys and values of grouped queries. TRL's trainers
     count tokens by the attention mask, so it is dropped only here.
+
+    checked: whether batches that are trained on are known to be padded on the right: a look at one waits for the GPU.
     """
     if not getattr(net.config.get_text_config(), "is_causal", True):
         return
@@ -66,7 +68,9 @@ def read_without_padding_masks(net: Any) -> None:
     def without_mask(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         generates = kwargs.get("use_cache", True) or kwargs.get("past_key_values") is not None
-        if args or generates or ids is None or not pads_on_the_right(mask, ids.shape[1]):
+        if args or generates or ids is None:
+            return None
+        if not (checked and torch.is_grad_enabled()) and not pads_on_the_right(mask, ids.shape[1]):
             return None
         return args, kwargs | {"attention_mask": None}
 
@@ -82,7 +86,7 @@ def load_model(cfg: TrainingRun) -> tuple[PreTrainedModel, Chat]:
 def save_work(net: PreTrainedModel, device: torch.device) -> None:
     """Skip what a device need not compute for prompts and padding."""
     if device.type != "cpu":
-        read_without_padding_masks(net)
+        read_without_padding_masks(net, checked=True)
         return
     compat.score_trained_positions_only()
     compat.score_few_columns(VOCABULARY_CHUNK["cpu"])

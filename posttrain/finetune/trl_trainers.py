@@ -7,10 +7,12 @@ fails when the library changes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from operator import mul
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import Trainer
 from trl.trainer import dpo_trainer, sft_trainer
@@ -18,6 +20,7 @@ from trl.trainer.dpo_config import DPOConfig as DPOConfig
 from trl.trainer.sft_config import SFTConfig as SFTConfig
 
 from posttrain.data import length_pools, row_lengths
+from posttrain.models import pads_on_the_right
 
 
 class GroupingTrainer(Trainer):
@@ -74,6 +77,65 @@ class WeighingTrainer(Trainer):
             if len(of_batches) == len(weights):  # `num_tokens` is one number, of training
                 self._metrics["eval"][name] = [mean(of_batches)]
         return output
+
+
+class _NumbersLater(TorchFunctionMode):
+    """Leaves tensors what TRL turns into numbers: `item()`, whether a count is above 0, and a sum over a mask."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.item:
+            return args[0].detach()
+        if func is torch.Tensor.__bool__:
+            return True  # every micro-batch has tokens with a label
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
+            return torch.where(args[1], args[0], 0)  # where a mask chooses, the number of elements is waited for
+        return func(*args, **(kwargs or {}))
+
+
+class AheadTrainer(Trainer):
+    """A trainer of TRL that waits for the GPU when figures are logged, and not ten times in each micro-batch.
+
+    Python runs ahead of a GPU, which computes what was launched; each number that is read of a result ends the lead.
+    What follows the forward pass in TRL's loss is only its scalar and its figures. Until TRL reads them when it logs.
+    """
+
+    _metrics: dict[str, Any]
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return TRL's batches, of which each is seen to be padded on the right while it is on the CPU."""
+        collator = self.data_collator
+
+        def collate(rows: list[Any]) -> Any:
+            batch: Any = collator(rows)
+            mask = batch.get("attention_mask")
+            assert mask is None or pads_on_the_right(mask, mask.shape[1]), (
+                "training.read_without_padding_masks needs it"
+            )
+            return batch
+
+        self.data_collator = collate
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        with ExitStack() as stack:
+            later = [_NumbersLater()]
+
+            def begin(*_: Any) -> None:
+                if later:
+                    stack.enter_context(later.pop())
+
+            stack.callback(model.register_forward_hook(begin).remove)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        for figures in self._metrics.values():
+            figures.update({name: [*map(float, values)] for name, values in figures.items()})
+        super().log(logs, *args, **kwargs)
 
 
 class TokenTrainer(dpo_trainer.DPOTrainer):
@@ -158,9 +220,9 @@ def side_by_side(order: Sequence[int], lengths: Sequence[int], args: Any) -> lis
     return [row for batch in batches for row in batch] + list(order[len(full) * size :])
 
 
-class SFTTrainer(GroupingTrainer, WeighingTrainer, sft_trainer.SFTTrainer):
+class SFTTrainer(GroupingTrainer, WeighingTrainer, AheadTrainer, sft_trainer.SFTTrainer):
     """The trainer of phase 1. Arguments are those of TRL's SFTTrainer."""
 
 
-class DPOTrainer(GroupingTrainer, WeighingTrainer, PairTrainer):
+class DPOTrainer(GroupingTrainer, WeighingTrainer, AheadTrainer, PairTrainer):
     """The trainer of phase 2. Arguments are those of TRL's DPOTrainer; rows hold token ids."""

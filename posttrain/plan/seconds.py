@@ -53,8 +53,8 @@ class Launches(NamedTuple):
     forward: float
 
 
-# Launched one by one: 135 and 144 in Llama's and Qwen's layers, counted as above. Compiled: 74 and 94 with recomputation
-# in ConvGPT's, counted on a GPU. On a CPU, whose launches are measured in a forward pass, twice and thrice as many.
+# Launched one by one: 135 and 144 in Llama's and Qwen's layers, counted as above. Compiled: 74 in ConvGPT's, 94 with
+# recomputation, counted on a GPU. A CPU's launches are measured in a forward pass: two or three times as many.
 EAGER, COMPILED, ON_CPU = Launches(140, 46, 46), Launches(74, 20, 25), Launches(92, 46, 46)
 # Operations of a decoding step for one layer: ConvGPT's have matrices joined (posttrain.models.fused).
 DECODING, DECODING_FUSED = OPERATIONS, 26
@@ -99,7 +99,7 @@ class Cost:
         self.launches = ON_CPU if self.device.waits else COMPILED if numbers.compiled else EAGER
 
     def with_launches(self, work: float, operations: float) -> float:
-        """Return the seconds of work and launches: a GPU works while the next operations are launched, a CPU does not."""
+        """Return the seconds of work and launches: only a GPU works while the next operations are launched."""
         launches = operations * self.device.operation
         return work + launches if self.device.waits else max(work, launches)
 
@@ -109,7 +109,10 @@ class Cost:
         tokens: each attends to `behind` others on average. labels: tokens whose log-probs are computed.
         """
         flops = forward_flops(self.shape, tokens, behind) + head_flops(self.shape, labels)
-        moved = self.passes.forward * tokens * self.moved + self.logits[0] * labels * self.shape.vocabulary * self.numbers.computed
+        moved = (
+            self.passes.forward * tokens * self.moved
+            + self.logits[0] * labels * self.shape.vocabulary * self.numbers.computed
+        )
         work = flops / self.flops + moved / self.stream
         return self.with_launches(work, pieces * self.launches.forward * self.shape.layers)
 

@@ -110,7 +110,7 @@ def trained_tokens(trainer: Any) -> int:
 
     It counts them, logs them as `num_tokens` and forgets them when a run is resumed. Until it saves them.
     """
-    return trainer._total_train_tokens
+    return int(trainer._total_train_tokens)
 
 
 def set_trained_tokens(trainer: Any, count: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,12 @@ import torch
 from huggingface_hub import ModelCard
 from tiny_phases import DPO, SFT, Phase, same_weights
 from tiny_runs import rows_of, tiny_base, unheard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl.trainer.dpo_trainer import DPOTrainer
 
-from posttrain.finetune import training
+from posttrain.finetune import training, trl_trainers
+from posttrain.finetune.trl_trainers import AheadTrainer
 from posttrain.plan import rows as plan_rows
 from posttrain.runtime import checkpoint
 
@@ -89,6 +94,45 @@ def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_run(
     for figure in ("loss", "grad_norm", "num_tokens"):
         assert rows_of(tmp_path / "run", figure) == rows_of(whole, figure)
     assert same_weights(tmp_path / "run", whole)
+
+
+class Waits(TorchDispatchMode):
+    """Counts where TRL's trainers turn a tensor into a number, or choose by a mask, in their loss."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            callers = [frame.filename for frame in traceback.extract_stack(limit=5)]
+            self.count += any(name.endswith(("sft_trainer.py", "dpo_trainer.py")) for name in callers)
+        return func(*args, **(kwargs or {}))
+
+
+def test_figures_wait_until_they_are_logged_and_are_those_of_trl(
+    tmp_path: Path, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, rows, waits = AheadTrainer.compute_loss, [], []
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Waits() as mode:
+            loss = compute(self, *args, **kwargs)
+        waits.append(mode.count if self.model.training else 0)
+        return loss
+
+    settled = {"max_steps": 2, "save_steps": 2, "gradient_accumulation_steps": 2}
+    for ahead in (True, False):
+        monkeypatch.setattr(AheadTrainer, "compute_loss", counted)
+        if not ahead:
+            monkeypatch.setattr(trl_trainers, "_NumbersLater", nullcontext)
+        waits.clear()
+        out = tmp_path / str(ahead)
+        phase.train("--config", str(phase.config_in(tmp_path, **settled)), f"output_dir={out}")
+        assert len(waits) >= 4 and (not any(waits)) is ahead
+        read = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        rows.append([{key: row[key] for key in row if "second" not in key and "runtime" not in key} for row in read])
+    assert [row.keys() for row in rows[0]] == [row.keys() for row in rows[1]]
+    for one, other in zip(*rows, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
 
 
 @pytest.mark.thorough

@@ -257,6 +257,15 @@ def test_weighing_trainer(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
+def test_ahead_trainer(trainer: Any) -> None:
+    """That it waits for nothing, and that figures are TRL's, is in test_both_phases.py."""
+    assert issubclass(getattr(trl_trainers, trainer.__name__), (trl_trainers.AheadTrainer, trainer))
+    body = source(trainer._compute_loss if trainer is DPOTrainer else trainer.compute_loss)
+    assert "mean().item()" in body, "TRL does not wait in each micro-batch now"
+    assert "sum(val) / len(val)" in source(trainer.log), "TRL reads its figures when it logs"
+
+
+@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
 def test_grouping_trainer(trainer: Any) -> None:
     """That each epoch has batches of its own, also after --resume, is in test_phase1.py and test_sharding.py."""
     assert issubclass(getattr(trl_trainers, trainer.__name__), (trl_trainers.GroupingTrainer, trainer))
