@@ -211,6 +211,7 @@ UPDATES = {
     "shared critic": {"algorithm": {"advantage": "gae", "critic": {"kind": "shared"}}},
     "separate critic": {"algorithm": {"advantage": "gae", "critic": {"kind": "separate", "warmup_steps": 1}}},
     "recomputed layers": {"algorithm": {}, "trainer": {"gradient_checkpointing": True}},
+    "compiled layers": {"algorithm": {}, "trainer": {"torch_compile": True}},
     "distillation": {"algorithm": {}, "distillation": True},
     "lora, distillation": {"algorithm": {}, "distillation": True, "tuning": "lora"},
     "teacher": {"algorithm": {"minibatches": 2}, "teacher": True},
