@@ -30,6 +30,7 @@ from posttrain.config.shared import ModelSection
 from posttrain.config.starpo import StarPORun
 from posttrain.models import loading as models
 from posttrain.models.chat import Chat
+from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.runtime import hardware
 from posttrain.starpo.run import make_learner
@@ -77,7 +78,8 @@ def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
     """Iteration 1, 2, ... of phase 3, its model being the policy."""
     hardware.keep_freed_memory()  # as a script does that loads a model
     learner = make_learner(cfg, model, chat)
-    sampler = SlotSampler(learner.policy, [model.config.vocab_size], PAD)  # no token ends a turn
+    engine = GraphSampler if learner.device.type == "cuda" else SlotSampler  # as rollout.cuda_graphs is by default
+    sampler = engine(learner.policy, [model.config.vocab_size], PAD, cfg.rollout.max_context)  # no token ends a turn
 
     def iteration(step: int) -> Iteration:
         start = time.perf_counter()
@@ -165,6 +167,7 @@ def one(given: Any) -> None:
         model, chat = _measure.model_of(given.kind, shape, given.device), _measure.words(shape["vocab_size"])
     sizes = (given.groups, given.num_generations, given.turns, given.new_tokens, given.micro_batch_tokens)
     cfg = config(*sizes, bf16=in_bf16(given))
+    cfg = hardware.settle(cfg.model_copy(update={"device": given.device}))  # compiled layers on a GPU
     if given.only == "ours":
         iteration = ours(cfg, model, chat)
         found = [iteration(step) for step in range(1, given.iterations + 1)]
