@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from open_envs import needs_sandbox
 
 from envs import make
 from envs.base import LateReward
@@ -128,7 +129,7 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
         ('{"question": "\xe9"}', "line 4 is not JSON: 'utf-8' codec can't decode byte 0xe9"),
     ],
 )
-@pytest.mark.parametrize("env", ["prompts", "countdown", "deep_coder"])
+@pytest.mark.parametrize("env", ["prompts", "countdown", pytest.param("deep_coder", marks=needs_sandbox)])
 def test_a_broken_line_is_counted_from_one(tmp_path: Path, line: str, words: str, env: str) -> None:
     """In the file, blank lines included, and by all environments that read rows."""
     lines = ['{"question": "a", "nums": [1, 2], "target": 3, "problem": "x"}', "", '{"question": "b"}', line, "{}"]
