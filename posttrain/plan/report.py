@@ -278,8 +278,9 @@ def _assumptions(cfg: Any, fleets: Sequence[Fleet]) -> str:
         "GiB a device. Sharded: parameters, gradients and moments (FSDP2). Assumed: products reach"
         f" {factors.matmul:.0%} of the peak, other kernels {factors.stream:.0%} of the bandwidth, decoding"
         f" {factors.decode:.0%};"
-        f" {device.operation * 1e6:.0f} microseconds to launch an operation. What was measured so far took 0.7 to 1.5"
-        " times the seconds of this plan (an H100's micro-batches and decoding steps, CPUs). Hours are all steps and"
+        f" {device.operation * 1e6:.0f} microseconds to launch an operation. Micro-batches and decoding steps of an"
+        " H100 took 0.7 to 1.5 times the seconds of this plan; whole runs on GPUs are not yet measured. Hours are all"
+        " steps and"
         f" {also}; loading, checkpoints and downloads are not counted. {playing}{prices}Replace what you know"
         f" better: --plan A10G:price=0.6,{example}"
     )

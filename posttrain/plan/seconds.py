@@ -30,32 +30,22 @@ class Factors(NamedTuple):
     decode: float = 0.5
 
 
-class Passes(NamedTuple):
-    """How often what a layer keeps is written or read: Passes(both=5, again=2, forward=2)"""
+class Counts(NamedTuple):
+    """How often something happens in a layer: Counts(both=5, again=2, forward=2)"""
 
-    both: float  # forward and backward pass
+    both: float  # in a forward and backward pass
     again: float  # what recomputation adds
-    forward: float  # a forward pass alone
+    forward: float  # in a forward pass alone
 
 
 # An activation is written once, read by the next operation and by the backward pass, and its gradient is written and
 # read: five passes. A CPU keeps the rest in its caches, and compiled layers do not write it. Launched one by one,
 # operations of a GPU write what they convert, norm and rotate as well: 10 to 12 passes in Llama's and Qwen's layers
 # and 6 in ConvGPT's, counted by benchmarks/kernels.py.
-FEW, MANY = Passes(5, 2, 2), Passes(11, 4.4, 4.4)
-
-
-class Launches(NamedTuple):
-    """Operations of a layer: Launches(both=140, again=46, forward=46)"""
-
-    both: float
-    again: float
-    forward: float
-
-
-# Launched one by one: 135 and 144 in Llama's and Qwen's layers, counted as above. Compiled: 74 in ConvGPT's, 94 with
-# recomputation, counted on a GPU. A CPU's launches are measured in a forward pass: two or three times as many.
-EAGER, COMPILED, ON_CPU = Launches(140, 46, 46), Launches(74, 20, 25), Launches(92, 46, 46)
+FEW, MANY = Counts(5, 2, 2), Counts(11, 4.4, 4.4)
+# Operations. Launched one by one: 135 and 144 in Llama's and Qwen's layers, counted as above. Compiled: 74 in
+# ConvGPT's, 94 with recomputation, counted on a GPU. A CPU's launches are measured in a forward pass: two or three times as many.
+EAGER, COMPILED, ON_CPU = Counts(140, 46, 46), Counts(74, 20, 25), Counts(92, 46, 46)
 # Operations of a decoding step for one layer: ConvGPT's have matrices joined (posttrain.models.fused).
 DECODING, DECODING_FUSED = OPERATIONS, 26
 # The shortest time between two kernels of a CUDA graph: an H100 took 5.9 ms for 1,106 of Qwen2.5-0.5B and 5.6 for 1,380
@@ -109,10 +99,8 @@ class Cost:
         tokens: each attends to `behind` others on average. labels: tokens whose log-probs are computed.
         """
         flops = forward_flops(self.shape, tokens, behind) + head_flops(self.shape, labels)
-        moved = (
-            self.passes.forward * tokens * self.moved
-            + self.logits[0] * labels * self.shape.vocabulary * self.numbers.computed
-        )
+        moved = self.passes.forward * tokens * self.moved
+        moved += self.logits[0] * labels * self.shape.vocabulary * self.numbers.computed
         work = flops / self.flops + moved / self.stream
         return self.with_launches(work, pieces * self.launches.forward * self.shape.layers)
 
