@@ -51,7 +51,7 @@ def set_up(
         checkpoint.claim(output_dir, resume)
     batches = run_identity.same_batches(output_dir, cfg) if resume else cfg
     device = hardware.resolve_device(cfg.device)
-    parallel.join(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))
+    parallel.join(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
     place = Place.here(device)  # before the model takes memory
     if not begun:
         cfg = batches = _fitted(cfg, place)

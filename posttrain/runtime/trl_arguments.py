@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer, get_scheduler
 
-from posttrain.runtime import compat, launcher, parallel
+from posttrain.runtime import compat, launcher
 from posttrain.types import UserError
 
 # the metrics of an evaluation in phases 1 and 2
@@ -50,7 +50,6 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         "max_length": cfg.data.max_length,
         **fixed,
     }
-    parallel.join(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
     compat.ignore_renamed_argument()
     with refusals_in_words():
         _check_weights(cfg.trainer)
@@ -137,6 +136,8 @@ def _weights(losses: int) -> str:
     return f"trainer.loss_weights='{[1.0] * losses}'"
 
 
+# the losses that compare the pairs of a micro-batch with each other
+OF_MICRO_BATCHES = ("aot", "aot_unpaired", "bco_pair")
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the losses that read label_smoothing
 
 
@@ -178,6 +179,12 @@ def _check_effect(args: Any, fields: dict[str, Any]) -> None:
         raise ValueError(
             f"loss_type={losses} would be the same as sigmoid: {' and '.join(sorted(alone))} sorts the pairs of a"
             " micro-batch, and with per_device_train_batch_size=1 there is nothing to sort: write 2 or more"
+        )
+    if fields.get("auto_find_batch_size") and pairs and (mixing := {*losses} & {*OF_MICRO_BATCHES}):
+        raise ValueError(
+            f"loss_type={losses} would depend on the machine's memory: {' and '.join(sorted(mixing))} compares the"
+            " pairs of a micro-batch, and auto_find_batch_size=true takes as many as fit: write"
+            " auto_find_batch_size=false"
         )
     if pairs and "robust" in losses and args.label_smoothing >= 0.5:
         raise ValueError(f"label_smoothing={args.label_smoothing}, but the loss robust needs less than 0.5")

@@ -402,3 +402,12 @@ def test_two_processes(tmp_path: Path, files: Phase) -> None:
     assert losses[1] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[4] < losses[1]
     checkpoint.verify(tmp_path / "run" / "final")
+
+
+@pytest.mark.parametrize("loss", ["aot", "bco_pair"])
+def test_a_loss_that_depends_on_the_micro_batch_needs_one_of_a_given_size(
+    tmp_path: Path, files: Phase, loss: str
+) -> None:
+    file = files.config_in(tmp_path, loss_type=[loss], auto_find_batch_size=True)
+    with pytest.raises(UserError, match=rf"{loss} compares the pairs of a micro-batch.*auto_find_batch_size=false"):
+        train(file)
