@@ -6,8 +6,9 @@ fails when the library changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from operator import mul
 from typing import Any
 
@@ -92,6 +93,13 @@ class _NumbersLater(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _padded_on_the_right(collator: Callable[..., Any], rows: list[Any]) -> Any:
+    batch = collator(rows)
+    mask = batch.get("attention_mask")
+    assert mask is None or pads_on_the_right(mask, mask.shape[1]), "training.read_without_padding_masks needs it"
+    return batch
+
+
 class AheadTrainer(Trainer):
     """A trainer of TRL that waits for the GPU when figures are logged, and not ten times in each micro-batch.
 
@@ -104,16 +112,7 @@ class AheadTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return TRL's batches, of which each is seen to be padded on the right while it is on the CPU."""
         collator = self.data_collator
-
-        def collate(rows: list[Any]) -> Any:
-            batch: Any = collator(rows)
-            mask = batch.get("attention_mask")
-            assert mask is None or pads_on_the_right(mask, mask.shape[1]), (
-                "training.read_without_padding_masks needs it"
-            )
-            return batch
-
-        self.data_collator = collate
+        self.data_collator = partial(_padded_on_the_right, collator)  # worker processes need one that can be pickled
         try:
             return super().get_train_dataloader()
         finally:

@@ -20,12 +20,15 @@ ROWS = [[3 + (7 * i + row) % 500 for i in range(9 + 4 * row)] for row in range(3
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Forget compiled code before and after: how many forms there are is counted."""
-    for _ in range(2):
-        torch._dynamo.reset()
-        compiled._compiled.cache_clear()
-        counters.clear()
-        if _ == 0:
-            yield
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    torch._dynamo.reset()
+    compiled._compiled.cache_clear()
+    counters.clear()
 
 
 def model_of(kind: str) -> Any:
