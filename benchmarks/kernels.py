@@ -1,9 +1,9 @@
 """How many kernels does a layer launch in training, and how many bytes do they move?  Counted, not timed.
 
-Forward and backward pass of ConvGPT-164M's layers under bfloat16 autocast, by torch's dispatcher on the CPU: a model of
+Forward and backward pass of a known model's layers under bfloat16 autocast, by torch's dispatcher on the CPU: a model of
 three layers less a model of one, halved. Views are not counted; `rms_norm` is one operation, and its backward pass
 one, as they are on CUDA. A kernel reads its inputs and writes its outputs once.
-    python benchmarks/kernels.py [--tokens 1024] [--json FILE]
+    python benchmarks/kernels.py [--model convgpt|qwen|smol] [--tokens 1024] [--json FILE]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
+import gpu
 
 NOTHING = {"_unsafe_view", "detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 VOCABULARY = 512  # no count depends on it
@@ -85,9 +86,10 @@ def norm_as_one(counted: Counted) -> Any:
     return lambda x, shape, weight=None, eps=None: Norm.apply(x, shape, weight, eps)
 
 
-def training_step(layers: int, tokens: int) -> Counted:
+def training_step(layers: int, tokens: int, name: str = "convgpt") -> Counted:
     """Count a forward and backward pass of the decoder with so many layers over one row."""
-    model = _measure.model_of("convgpt", _measure.ENDLESS | dict(vocab_size=VOCABULARY, num_hidden_layers=layers))
+    kind, sizes = gpu.MODELS[name]
+    model = _measure.model_of(kind, sizes | _measure.ENDLESS | dict(vocab_size=VOCABULARY, num_hidden_layers=layers))
     ids = torch.zeros(1, tokens, dtype=torch.long)
     counted = Counted()
     with counted, patch.object(functional, "rms_norm", norm_as_one(counted)):
@@ -97,9 +99,9 @@ def training_step(layers: int, tokens: int) -> Counted:
     return counted
 
 
-def a_layer(tokens: int) -> dict[str, Any]:
+def a_layer(tokens: int, name: str = "convgpt") -> dict[str, Any]:
     """Operations of a layer, and the bytes that they move for each token without those of the weights' products."""
-    one, three = training_step(1, tokens), training_step(3, tokens)
+    one, three = training_step(1, tokens, name), training_step(3, tokens, name)
     each = {name: (three.count[name] - one.count[name]) / 2 for name in three.count}
     moved = {name: (three.moved[name] - one.moved[name]) / 2 / tokens for name in three.moved}
     return {
@@ -120,10 +122,11 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = _measure.parser(__doc__, repeats=False)
+    parser.add_argument("--model", choices=gpu.MODELS, default="convgpt")
     parser.add_argument("--tokens", type=int, default=1024)
     given = parser.parse_args()
     _measure.threads()
-    results = _measure.surroundings() | a_layer(given.tokens)
+    results = _measure.surroundings() | a_layer(given.tokens, given.model)
     _measure.publish(results, markdown(results), given.json)
 
 
