@@ -1,7 +1,7 @@
 """How many kernels does a layer launch in training, and how many bytes do they move?  Counted, not timed.
 
-Forward and backward pass of a known model's layers under bfloat16 autocast, by torch's dispatcher on the CPU: a model of
-three layers less a model of one, halved. Views are not counted; `rms_norm` is one operation, and its backward pass
+Forward and backward pass of a known model under bfloat16 autocast, by torch's dispatcher on the CPU: a model of three
+layers less a model of one, halved. Views are not counted; `rms_norm` is one operation, and its backward pass
 one, as they are on CUDA. A kernel reads its inputs and writes its outputs once.
     python benchmarks/kernels.py [--model convgpt|qwen|smol] [--tokens 1024] [--json FILE]
 """
