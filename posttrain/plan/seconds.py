@@ -41,7 +41,7 @@ class Counts(NamedTuple):
 # An activation is written once, read by the next operation and by the backward pass, and its gradient is written and
 # read: five passes. A CPU keeps the rest in its caches, and compiled layers do not write it. Launched one by one,
 # operations of a GPU write what they convert, norm and rotate as well: 11 passes in the layers of SmolLM2 and
-# Qwen2.5-0.5B and 6 in ConvGPT's, by what benchmarks/kernels.py counts with 1,024 tokens.
+# Qwen2.5-0.5B and 6 in ConvGPT's, by what benchmarks/kernel_counts.py counts with 1,024 tokens.
 FEW, MANY = Counts(5, 2, 2), Counts(11, 4.4, 4.4)
 # Operations. Launched one by one: 135 and 144 in layers of SmolLM2 and Qwen2.5-0.5B, counted likewise. Compiled: 74
 # in ConvGPT's, 94 with recomputation, counted on a GPU. Those of a CPU are measured in a forward pass: two or three

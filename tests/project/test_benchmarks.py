@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from tiny_runs import python, tiny_base
+from transformers.utils import import_utils
 
 import envs
 from benchmarks import _measure as measure
@@ -66,6 +67,13 @@ def test_make_bench_runs_every_script_and_each_does_without_options(monkeypatch:
     for script in scripts:
         with pytest.raises(EOFError):
             loaded(FILE.parent / f"{script}.py").main()
+
+
+def test_no_script_has_the_name_of_a_package_that_transformers_looks_for() -> None:
+    """A script's folder comes first in the path: transformers would import benchmarks/kernels.py for `kernels`."""
+    source = Path(import_utils.__file__).read_text(encoding="utf-8")
+    looked_for = set(re.findall(r'_is_package_available\("(\w+)', source))
+    assert len(looked_for) > 50 and not looked_for & {file.stem for file in FILE.parent.rglob("*.py")}
 
 
 def test_rollout_measures_engines_on_equal_work(rollout, tmp_path, monkeypatch, capsys):
@@ -459,11 +467,11 @@ def test_a_decoded_token_takes_few_operations(rollout, tmp_path, monkeypatch, ca
 
 def test_a_layer_of_convgpt_trains_with_few_kernels(rollout, tmp_path, monkeypatch):
     """In bfloat16, without casts that are undone: at most 95 of the 109 that it took, and 450 KB a token."""
-    kernels = loaded(FILE.parent / "kernels.py")
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--tokens", "8", "--json", str(tmp_path / "figures.json")])
+    kernels = loaded(FILE.parent / "kernel_counts.py")
+    monkeypatch.setattr(sys, "argv", ["kernel_counts.py", "--tokens", "8", "--json", str(tmp_path / "figures.json")])
     kernels.main()
     counted = json.loads((tmp_path / "figures.json").read_text())
-    measured = json.loads((FILE.parent / "results" / "kernels.json").read_text())
+    measured = json.loads((FILE.parent / "results" / "kernel_counts.json").read_text())
     assert counted["kernels"] == measured["kernels"] <= 95 and counted["each"] == measured["each"]
     assert measured["KB_a_token"] <= 450
 
@@ -640,8 +648,8 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
     + [
         ("launches", "launches-before"),
         ("launches", "launches"),
-        ("kernels", "kernels-before"),
-        ("kernels", "kernels"),
+        ("kernel_counts", "kernel_counts-before"),
+        ("kernel_counts", "kernel_counts"),
     ],
 )
 def test_the_tables_of_the_results_are_those_of_their_figures(

@@ -3,7 +3,7 @@
 Forward and backward pass of a known model under bfloat16 autocast, by torch's dispatcher on the CPU: a model of three
 layers less a model of one, halved. Views are not counted; `rms_norm` is one operation, and its backward pass
 one, as they are on CUDA. A kernel reads its inputs and writes its outputs once.
-    python benchmarks/kernels.py [--model convgpt|qwen|smol] [--tokens 1024] [--json FILE]
+    python benchmarks/kernel_counts.py [--model convgpt|qwen|smol] [--tokens 1024] [--json FILE]
 """
 
 from __future__ import annotations
