@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from posttrain.config import TrainingRun
 from posttrain.data import prepared_rows
 from posttrain.finetune import training
-from posttrain.models import Chat, compile_layers, model_files
+from posttrain.models import Chat, compile_layers, model_files, simplify_layers
 from posttrain.plan import BY_MEMORY, Place, Shape, can_be_deterministic, check_run, choose_rows, warning
 from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runlog, trl_arguments
 
@@ -64,6 +64,7 @@ def set_up(
         runlog.say(words)
     training.save_work(model, device)
     deterministic = can_be_deterministic(model, args.bf16)
+    simplify_layers(model)
     if hardware.trainer_field(cfg, "torch_compile"):
         compile_layers(model, deterministic=deterministic)
     return TrainingSetup(cfg, args, model, chat, rows, output_dir / folder, deterministic)

@@ -26,6 +26,7 @@ from posttrain.models import (
     microbatches,
     prefix_of,
     reverse_kl,
+    simplify_layers,
     trained_states,
     worth_sharing,
 )
@@ -135,8 +136,9 @@ class Learner:
         compiled = bool(cfg.trainer.torch_compile)
         self.exact = our_engine and policy.dtype == torch.float32 and not cfg.trainer.bf16 and not compiled
         models = {"model": model, "critic": critic, "reference": reference, "teacher": teacher}
-        for each in models.values() if compiled else ():
-            if each is not None:
+        for each in (each for each in models.values() if each is not None):
+            simplify_layers(each)
+            if compiled:
                 compile_layers(each, deterministic=self.deterministic)
         self.placement = sharding.place(models, device)
         self.model = self.placement.models["model"]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from transformers import Cache, PreTrainedModel
 
-from posttrain.models import Kept, attention_mask, backbone_states, fused_weights, text_config
+from posttrain.models import Kept, attention_mask, backbone_states, fused_weights, simplify_layers, text_config
 from posttrain.rollout.engines.base import Histories, Then, TurnRequest
 from posttrain.rollout.engines.sampling import sample_tokens, uniforms
 from posttrain.runtime import CacheLayer, floats, integers, widest
@@ -213,6 +213,7 @@ class SlotSampler(Histories):
         self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, longest: int | None = None
     ) -> None:
         super().__init__()
+        simplify_layers(model)
         self.model, self.stop_ids, self.pad_id = model, sorted(stop_ids), pad_id
         self.longest = longest
         self._layers = [_SlotLayer() for _ in range(text_config(model).num_hidden_layers)]
