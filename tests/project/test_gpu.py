@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import test_compiled
+import test_packed
 import test_phase1
 import test_phase2
 import test_phase3
@@ -185,6 +186,11 @@ def test_gradients_of_compiled_layers_are_as_exact_as_those_of_the_layers() -> N
     test_compiled.test_gradients_are_as_exact_as_those_of_the_layers("cuda")
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "convgpt"])
+def test_packed_rows_learn_as_separate_rows(kind: str) -> None:
+    test_packed.gradients_agree(kind, "cuda")
+
+
 def test_a_model_that_cannot_be_deterministic_is_trained_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert can_be_deterministic(build("llama").cuda(), False) and not torch.are_deterministic_algorithms_enabled()
     model = build("llama").cuda()
@@ -252,8 +258,9 @@ def test_phases_1_and_2_learn_and_resume(tmp_path: Path, files: SimpleNamespace,
         ["trainer.optim=adamw_8bit"],
         ["trainer.gradient_checkpointing=true"],
         ["trainer.torch_compile=false"],
+        ["trainer.packing=true", "model.attn_implementation=flex_attention"],
     ],
-    ids=["qlora", "lora", "8 bits", "recomputed", "not compiled"],
+    ids=["qlora", "lora", "8 bits", "recomputed", "not compiled", "packed"],
 )
 def test_phase_1_learns_under_other_settings(tmp_path: Path, files: SimpleNamespace, changes: list[str]) -> None:
     if "8bit" in changes[0] or "qlora" in changes[0]:
