@@ -46,6 +46,21 @@ def paged(
     return functional.scaled_dot_product_attention(grouped, keys, values, seen, scale=scale).reshape(query.shape)
 
 
+def either(*given: Any, **named: Any) -> torch.Tensor:
+    """The stand-in also for packed rows: their queries, keys and values, (T, heads, D), and their bounds."""
+    if named.get("window_size") != (-1, 0):
+        return paged(*given, **named)
+    query, key, value, bounds, same, longest, _ = given
+    assert bounds is same and bounds.dtype == torch.int32 and longest == bounds.diff().max() and "enable_gqa" in named
+    mixed = [
+        functional.scaled_dot_product_attention(*row, is_causal=True, scale=named["scale"], enable_gqa=True)
+        for row in zip(
+            *(each.transpose(0, 1).split(bounds.diff().tolist(), 1) for each in (query, key, value)), strict=True
+        )
+    ]
+    return torch.cat(mixed, 1).transpose(0, 1)
+
+
 def ragged(rows: int, heads: int, group: int, size: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
     """A query for each of some adjacent rows of a larger cache, whose lengths differ."""
     torch.manual_seed(rows + group)
