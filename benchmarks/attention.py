@@ -99,8 +99,9 @@ def attend_varlen(
     half = [each[0].transpose(0, 1).to(HALF) for each in (query, key, value)]
     bounds, longest = given["cu_seq_lens_q"], given["max_length_q"]
     grouped: Any = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
-    arguments = (*half, bounds, bounds, longest, longest)
-    return row_attention.varlen_attn(*arguments, scale=scaling, window_size=(-1, 0), **grouped)[None], None
+    arguments: Any = (*half, bounds, bounds, longest, longest)
+    mixed: Any = row_attention.varlen_attn(*arguments, scale=scaling, window_size=(-1, 0), **grouped)
+    return mixed[None], None
 
 
 def laid_out(rows: list[torch.Tensor], packed: bool) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -159,7 +160,7 @@ def train(name: str) -> Iterable[dict[str, Any]]:
         return found | {"loss": float(torch.stack(losses).sum())}
 
     mixed = rng.sample(rows, len(rows))
-    ways = [("any order", "sdpa", mixed, False), ("similar length", "sdpa", rows, False)]
+    ways: Any = [("any order", "sdpa", mixed, False), ("similar length", "sdpa", rows, False)]
     ways += [("packed, flex", "flex_attention", mixed, True), ("packed, varlen", "varlen", mixed, True)]
     try:
         for way, *given in ways:

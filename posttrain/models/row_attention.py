@@ -44,8 +44,8 @@ class _Step(NamedTuple):
 _step: _Step | None = None
 
 
-def fits(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Return whether the kernel can attend in this model's decoding steps over a cache of this precision.
+def has_kernel(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Return whether there is a kernel for this model's decoding steps over a cache of this precision.
 
     It needs a GPU, float16 or bfloat16, torch 2.12 or later, and a model whose attention is sdpa.
     """

@@ -7,14 +7,13 @@ The kernel itself runs on a GPU alone (tests/project/test_gpu.py). Here `paged` 
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-import inspect
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 from test_sampler import build
 from torch.nn import functional
-from torch.nn.attention import varlen
 
 from posttrain.models import row_attention
 
@@ -89,24 +88,27 @@ def test_what_a_row_attends_to(monkeypatch: pytest.MonkeyPatch, group: int, dtyp
     torch.testing.assert_close(ours, masked)
 
 
-@pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="torch before 2.12")
-def test_torch_s_kernel_takes_these_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    "block_table" not in signature(row_attention.varlen_attn or print).parameters, reason="torch < 2.12"
+)
+def test_torch_s_kernel_takes_these_arguments() -> None:
     """Its shapes, on the device meta, which computes nothing."""
     given = {name: each.to("meta") for name, each in ragged(5, 3, 7, 64, torch.bfloat16).items()}
     with row_attention.by_length(given["length"], 512):
         found = row_attention.attend(given["query"], given["key"], given["value"], given["query"], 0.2)
     assert found.shape == (5, 3, 7, 64) and found.dtype == torch.bfloat16
-    names = inspect.signature(row_attention.varlen_attn).parameters.keys()
-    assert inspect.signature(paged).parameters.keys() <= names, "the stand-in has no argument of its own"
+    names = signature(row_attention.varlen_attn).parameters.keys()
+    assert signature(paged).parameters.keys() <= names, "the stand-in has no argument of its own"
 
 
-def test_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_models_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    assert not row_attention.fits(model, torch.bfloat16), "on a CPU"
+    assert not row_attention.has_kernel(model, torch.bfloat16), "on a CPU"
     monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
-    assert row_attention.fits(model, torch.bfloat16) and not row_attention.fits(model, torch.float32)
+    monkeypatch.setattr(row_attention, "varlen_attn", paged)
+    assert row_attention.has_kernel(model, torch.bfloat16) and not row_attention.has_kernel(model, torch.float32)
     model.config._attn_implementation = "eager"
-    assert not row_attention.fits(model, torch.bfloat16)
+    assert not row_attention.has_kernel(model, torch.bfloat16)
     monkeypatch.setattr(row_attention, "varlen_attn", lambda query, key: query)  # before torch 2.12
     model.config._attn_implementation = "sdpa"
-    assert not row_attention.fits(model, torch.bfloat16)
+    assert not row_attention.has_kernel(model, torch.bfloat16)

@@ -110,7 +110,6 @@ def test_rows_are_read_up_to_their_own_length(
     model, params, calls = build(kind).cuda(), SamplingParams(max_new_tokens=12), []
     kernel: Any = row_attention.varlen_attn
     monkeypatch.setattr(row_attention, "varlen_attn", lambda *args, **named: calls.append(1) or kernel(*args, **named))
-    monkeypatch.setattr(row_attention, "fits", lambda model, dtype: True)
     sampler = GraphSampler(model, STOPS, PAD, LONGEST, by_length=True)
     with torch.autocast("cuda", torch.bfloat16):
         for _ in range(2):

@@ -246,7 +246,7 @@ def test_each_row_is_read_up_to_its_own_length(monkeypatch: pytest.MonkeyPatch, 
     for module, name in ((graphs, "POSITIONS"), (row_attention, "PAGE")):
         monkeypatch.setattr(module, name, 48)  # the cache has a multiple of 64 otherwise
     monkeypatch.setattr(row_attention, "varlen_attn", counted)
-    monkeypatch.setattr(row_attention, "fits", lambda model, dtype: True)
+    monkeypatch.setattr(row_attention, "has_kernel", lambda model, dtype: True)
     model, params = build(kind), SamplingParams(max_new_tokens=14)
     play(model, replaying(model), params, 6)
     assert not calls, "by default all rows are read up to the longest one"
@@ -263,7 +263,7 @@ def test_a_kernel_that_fails_is_said_in_a_line_and_not_called_again(
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
     monkeypatch.setattr(row_attention, "varlen_attn", failing)
-    monkeypatch.setattr(row_attention, "fits", lambda model, dtype: True)
+    monkeypatch.setattr(row_attention, "has_kernel", lambda model, dtype: True)
     model = build(kind)
     sampler = GraphSampler(model, STOPS, PAD, LONGEST, ListRecorder(), by_length=True)
     play(model, sampler, SamplingParams(max_new_tokens=14), 6)

@@ -101,8 +101,8 @@ class GraphSampler(SlotSampler):
 
     Args:
         recorder: records CUDA graphs unless another one is given.
-        by_length: whether attention reads each row up to its own length (`posttrain.models.row_attention`), where its
-            kernel fits, instead of all rows up to the longest one. Rounding differs.
+        by_length: whether attention reads each row up to its own length, where `row_attention.has_kernel`, instead of
+            all rows up to the longest one. Rounding differs.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class GraphSampler(SlotSampler):
         done_B, model = static.done_S[:rows], self.model
         kind = model.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
-        own = self._by_length and row_attention.fits(model, dtype)
+        own = self._by_length and row_attention.has_kernel(model, dtype)
         position_B = static.writing.rows.position_B[:rows]
         with row_attention.by_length(position_B + 1, end) if own else nullcontext():
             done_B.copy_(self._step(static.writing, done_B, end))
