@@ -1,4 +1,9 @@
-from . import convgpt as convgpt, model_card as model_card, model_files as model_files
+from . import (
+    convgpt as convgpt,
+    model_card as model_card,
+    model_files as model_files,
+    row_attention as row_attention,
+)
 from .chat import (
     TEMPLATE_PATH as TEMPLATE_PATH,
     Chat as Chat,

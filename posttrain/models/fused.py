@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import Cache, PreTrainedModel
 
 from posttrain.models.convgpt import ConvGPTLayer, ConvGPTModel
+from posttrain.models.row_attention import attend
 from posttrain.runtime import compat
 
 Kept = dict[str | int, Any]  # fused layers, and tensors by their name or the address of the weight
@@ -177,12 +178,12 @@ class _Layers:
             qk_BQGHD = functional.rms_norm(qk_BQGHD.float(), (size,), eps=layer.self_attn.q_norm.eps).to(qk_BQGHD.dtype)
             qk_BQGHD = torch.addcmul(qk_BQGHD * cos_BQG1D, qk_BQGHD.roll(size // 2, -1), sin_BQG1D)
             keys, values = cache.update(qk_BQGHD[:, :, -1].transpose(1, 2), heads_BQGHD[:, :, -1].transpose(1, 2), n)
-            mixed = functional.scaled_dot_product_attention(
+            mixed = attend(
                 qk_BQGHD[:, :, :-1].permute(0, 3, 2, 1, 4).reshape(rows, heads, group * queries, size),
                 keys,
                 values,
-                attn_mask=mask,
-                scale=layer.self_attn.scaling,
+                mask,
+                layer.self_attn.scaling,
             )
             mixed = mixed.view(rows, heads, group, queries, size).permute(0, 3, 2, 1, 4).reshape(len(hidden_NE), -1)
             hidden_NE = _add_product(hidden_NE, mixed, weights.output)

@@ -60,6 +60,10 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         _check_optimizer(args)
         _check_best(args)
         _check_effect(args, cfg.trainer)
+    if device.type == "cpu" and cfg.model.attn_implementation == "flex_attention":
+        raise UserError(
+            "model.attn_implementation=flex_attention has no gradients on a CPU. Write model.attn_implementation=sdpa."
+        )
     check_packing(args, device, cfg.model.attn_implementation)
     return args
 
@@ -88,7 +92,8 @@ def check_packing(args: Any, device: torch.device, attention: str) -> None:
             f"{key} with model.attn_implementation={attention} computes attention under a mask of {tokens} x {tokens} "
             f"tokens, many times slower than without a mask. Write {instead}: batches of conversations of similar "
             "length hardly need padding and no mask. Packed rows need an attention kernel that takes sequences of "
-            "different length: model.attn_implementation=flash_attention_2, with flash-attn installed."
+            "different length: model.attn_implementation=flex_attention, which torch has, or flash_attention_2, with "
+            "flash-attn installed."
         )
 
 

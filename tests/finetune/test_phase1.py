@@ -270,10 +270,13 @@ def test_packing_on_a_gpu_is_refused_without_a_kernel_for_it(tmp_path: Path, fil
 
     for packed in ({"packing": True}, {"packing": True, "eval_packing": False}):
         for attention in ("sdpa", "eager"):
-            with pytest.raises(UserError, match=r"384 x 384.*group_by_length.*flash_attention_2"):
+            with pytest.raises(UserError, match=r"384 x 384.*group_by_length.*flex_attention.*flash_attention_2"):
                 arguments("cuda", attention, **packed)
-        assert arguments("cuda", "flash_attention_2", **packed)
+        for attention in ("flex_attention", "flash_attention_2"):
+            assert arguments("cuda", attention, **packed)
         assert arguments("cpu", "sdpa", **packed)
+    with pytest.raises(UserError, match=r"no gradients on a CPU\. Write model\.attn_implementation=sdpa"):
+        arguments("cpu", "flex_attention")
     for device in ("cpu", "cuda"):
         with pytest.raises(UserError, match="see the one before"):
             arguments(device, "flash_attention_2", packing=True, packing_strategy="wrapped")

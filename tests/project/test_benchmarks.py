@@ -14,9 +14,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import test_packed
+import test_row_attention
 import torch
 import yaml
 from tiny_runs import python, tiny_base
+from transformers.integrations import flex_attention
 from transformers.utils import import_utils
 
 import envs
@@ -26,6 +29,7 @@ from posttrain.config.dpo import DPORun
 from posttrain.config.loading import resolve
 from posttrain.config.sft import SFTRun
 from posttrain.config.starpo import StarPORun
+from posttrain.models import row_attention
 from posttrain.rollout.engines.replay import ReplaySampler
 from posttrain.rollout.episodes import play, set_up
 from posttrain.types import Completion, SamplingParams, derive_seed
@@ -770,3 +774,23 @@ def test_the_reference_run_keeps_batches_lengths_and_rollouts_of_its_configs(rol
         row = reference.row(phase, 1, tiny_chat)
         lengths = [len(tiny_chat.encode(said).ids) for said in row.values() if isinstance(said, list)]
         assert all(0.95 * own.data.max_length < length <= own.data.max_length for length in lengths)
+
+
+def test_ways_of_attention_do_equal_work(rollout, tmp_path, monkeypatch):
+    """With stand-ins for the kernels that a CPU lacks. What fails becomes a row with an error, so none may be there."""
+    attention = loaded(FILE.parent / "attention.py")
+    small = dict(NARROW, num_key_value_heads=1, hidden_size=256, head_dim=16, vocab_size=1024)
+    monkeypatch.setattr(attention, "TRAINING", {"convgpt": (2, 24)})
+    monkeypatch.setattr(attention.gpu, "model_of", lambda name: measure.model_of("convgpt", small))
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", test_packed.dense)
+    monkeypatch.setattr(row_attention, "varlen_attn", test_row_attention.either)
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--json", str(tmp_path / "figures.json")])
+    attention.main()
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert not [row for row in rows if "error" in row]
+    for first, *others in (
+        [row["norm"] for row in rows if row["what"] == "decode" and row["model"] == "smol"],
+        [row["loss"] for row in rows if row["what"] == "train"],
+        [row["norm"] for row in rows if row["what"] == "update"],
+    ):
+        assert others and others == pytest.approx([first] * len(others), rel=1e-2)

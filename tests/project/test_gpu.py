@@ -15,16 +15,19 @@ from typing import Any
 
 import pytest
 import test_compiled
+import test_packed
 import test_phase1
 import test_phase2
 import test_phase3
 import torch
 from test_graphs import LONGEST, STOPS, equal
 from test_plan import CONTEXT, KINDS, config, network, shape_of, update
+from test_row_attention import both, ragged
 from test_sampler import PAD, PROMPTS, build, conversation, serve
 from tiny_runs import rows_of, settings, tiny_base
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.models import row_attention
 from posttrain.models.forward import head_logprobs, trained_states
 from posttrain.plan.episodes import learning
 from posttrain.plan.selftest import can_be_deterministic
@@ -91,6 +94,37 @@ def test_the_log_probs_of_sampler_and_update_are_near_in_bfloat16(kind: str, eng
             assert (logprobs_S.cpu() - sampled_S).abs().mean() < HALF_PRECISION_GAP
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 7])
+def test_attention_by_length_is_that_under_a_mask(group: int, size: int, dtype: torch.dtype) -> None:
+    ours, masked = both(ragged(17, 3, group, size, dtype, "cuda"))
+    torch.testing.assert_close(ours, masked, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "convgpt", "convgpt-tied"])
+def test_rows_are_read_up_to_their_own_length(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In bfloat16 tokens may differ; log-probs are as near to those of the model as without it."""
+    model, params, calls = build(kind).cuda(), SamplingParams(max_new_tokens=12), []
+    kernel: Any = row_attention.varlen_attn
+    monkeypatch.setattr(row_attention, "varlen_attn", lambda *args, **named: calls.append(1) or kernel(*args, **named))
+    sampler = GraphSampler(model, STOPS, PAD, LONGEST, by_length=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(2):
+            handles = sampler.open(PROMPTS)
+            for prompt, completion in zip(PROMPTS, sampler.sample(handles, params, [7] * len(PROMPTS)), strict=True):
+                ids = torch.tensor([prompt + completion.ids], device="cuda")
+                with torch.no_grad():
+                    logprobs = model(input_ids=ids).logits[0].float().log_softmax(-1)
+                expected = [logprobs[len(prompt) - 1 + n, token].item() for n, token in enumerate(completion.ids)]
+                assert completion.logprobs == pytest.approx(expected, abs=0.3)
+            sampler.close(handles)
+    assert len(calls) == 2 * sampler.recorded * model.config.num_hidden_layers
+    assert "attention by length fails" not in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------- learning and memory
 
 
@@ -149,6 +183,11 @@ def test_gradients_of_long_rows_are_deterministic(bf16: bool) -> None:
 
 def test_gradients_of_compiled_layers_are_as_exact_as_those_of_the_layers() -> None:
     test_compiled.test_gradients_are_as_exact_as_those_of_the_layers("cuda")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "convgpt"])
+def test_packed_rows_learn_as_separate_rows(kind: str) -> None:
+    test_packed.gradients_agree(kind, "cuda")
 
 
 def test_a_model_that_cannot_be_deterministic_is_trained_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,8 +257,9 @@ def test_phases_1_and_2_learn_and_resume(tmp_path: Path, files: SimpleNamespace,
         ["trainer.optim=adamw_8bit"],
         ["trainer.gradient_checkpointing=true"],
         ["trainer.torch_compile=false"],
+        ["trainer.packing=true", "model.attn_implementation=flex_attention"],
     ],
-    ids=["qlora", "lora", "8 bits", "recomputed", "not compiled"],
+    ids=["qlora", "lora", "8 bits", "recomputed", "not compiled", "packed"],
 )
 def test_phase_1_learns_under_other_settings(tmp_path: Path, files: SimpleNamespace, changes: list[str]) -> None:
     if "8bit" in changes[0] or "qlora" in changes[0]:

@@ -15,9 +15,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from recording import ListRecorder
+from test_row_attention import paged
 from test_sampler import PAD, PROMPTS, REPLIES, STOP, VOCABULARY, build, conversation, serve
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from posttrain.models import row_attention
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.rollout import engine as engines
 from posttrain.rollout.engines import graphs
@@ -231,6 +233,42 @@ def test_a_step_that_cannot_be_recorded_is_said_in_a_line_and_launched(capsys: p
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and sampler.recorded == 0
     assert "without CUDA graphs: a step of Qwen3ForCausalLM cannot be recorded (RuntimeError: operation not" in lines[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "convgpt", "convgpt-tied"])
+def test_each_row_is_read_up_to_its_own_length(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **named: Any) -> torch.Tensor:
+        calls.append(1)
+        return paged(*args, **named)
+
+    for module, name in ((graphs, "POSITIONS"), (row_attention, "PAGE")):
+        monkeypatch.setattr(module, name, 48)  # the cache has a multiple of 64 otherwise
+    monkeypatch.setattr(row_attention, "varlen_attn", counted)
+    monkeypatch.setattr(row_attention, "has_kernel", lambda model, dtype: True)
+    model, params = build(kind), SamplingParams(max_new_tokens=14)
+    play(model, replaying(model), params, 6)
+    assert not calls, "by default all rows are read up to the longest one"
+    sampler = GraphSampler(model, STOPS, PAD, LONGEST, ListRecorder(), by_length=True)
+    play(model, sampler, params, 6)
+    assert sampler.recorded and len(calls) == 2 * sampler.recorded * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("kind", ["llama", "convgpt"])
+def test_a_kernel_that_fails_is_said_in_a_line_and_not_called_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    def failing(*args: Any, **named: Any) -> torch.Tensor:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    monkeypatch.setattr(row_attention, "varlen_attn", failing)
+    monkeypatch.setattr(row_attention, "has_kernel", lambda model, dtype: True)
+    model = build(kind)
+    sampler = GraphSampler(model, STOPS, PAD, LONGEST, ListRecorder(), by_length=True)
+    play(model, sampler, SamplingParams(max_new_tokens=14), 6)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "longest one" in line]
+    assert len(lines) == 1 and "fails (RuntimeError: FlashAttention only" in lines[0] and sampler.recorded
 
 
 def test_graphs_are_used_on_a_gpu_where_their_self_test_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -21,6 +22,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
+from posttrain.models import row_attention
 from posttrain.rollout.engines.base import Then, TurnRequest
 from posttrain.rollout.engines.slots import SlotSampler, Writing
 from posttrain.runtime import runlog
@@ -30,6 +32,7 @@ FEWEST_ROWS = 8
 FEWEST_TOKENS = 64  # that a row has room for; more are powers of two
 POSITIONS = 256  # a step reads a multiple of it
 MOST_KINDS = 8  # of sampling parameters that have graphs
+BY_LENGTH = False  # until `benchmarks/attention.py` has measured on a GPU that it pays
 
 Step = Callable[[], object]
 
@@ -98,6 +101,8 @@ class GraphSampler(SlotSampler):
 
     Args:
         recorder: records CUDA graphs unless another one is given.
+        by_length: whether attention reads each row up to its own length, where `row_attention.has_kernel`, instead of
+            all rows up to the longest one. Rounding differs.
     """
 
     def __init__(
@@ -107,8 +112,10 @@ class GraphSampler(SlotSampler):
         pad_id: int,
         longest: int | None = None,
         recorder: Recorder | None = None,
+        by_length: bool | None = None,
     ) -> None:
         super().__init__(model, stop_ids, pad_id, longest)
+        self._by_length = BY_LENGTH if by_length is None else by_length
         self._recorder: Recorder | None = recorder or CudaRecorder()
         self._weights = {}
         self._static: dict[SamplingParams, _Static] = {}
@@ -164,6 +171,9 @@ class GraphSampler(SlotSampler):
     def reserve(self, length: int) -> None:
         before = self._sizes()
         super().reserve(max(length, self.longest or 0))
+        if self._by_length:
+            for layer in self._layers:
+                layer.length = -(-layer.length // POSITIONS) * POSITIONS
         if self._sizes() != before:  # the cache moves at its next use
             for each in self._static.values():
                 each.graphs.clear()
@@ -199,7 +209,14 @@ class GraphSampler(SlotSampler):
             replay()
             return
         step = partial(self._static_step, static, rows, end)
-        step()  # its kernels are loaded now, and the cache is where it stays
+        try:
+            step()  # its kernels are loaded now, and the cache is where it stays
+        except Exception as error:  # of a library, of the driver
+            if not self._by_length:
+                raise
+            self._by_length = False
+            runlog.say(f"Decoding reads all rows up to the longest one: attention by length fails ({one_line(error)}).")
+            step()  # no token was written
         if self._recorder is None:
             return
         kind = self.model.device.type
@@ -216,6 +233,11 @@ class GraphSampler(SlotSampler):
             )
 
     def _static_step(self, static: _Static, rows: int, end: int) -> None:
-        done_B = static.done_S[:rows]
-        done_B.copy_(self._step(static.writing, done_B, end))
+        done_B, model = static.done_S[:rows], self.model
+        kind = model.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+        own = self._by_length and row_attention.has_kernel(model, dtype)
+        position_B = static.writing.rows.position_B[:rows]
+        with row_attention.by_length(position_B + 1, end) if own else nullcontext():
+            done_B.copy_(self._step(static.writing, done_B, end))
         static.going.copy_((~done_B).sum())
