@@ -8,7 +8,8 @@ from a border as rounding moves it.
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from posttrain.rollout import engine as engines
 from posttrain.rollout.engines import graphs
 from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.rollout.engines.sampling import uniforms
-from posttrain.rollout.engines.slots import SlotSampler
+from posttrain.rollout.engines.slots import SlotSampler, Writing
 from posttrain.types import Completion, SamplingParams
 
 STOPS = [STOP, 7, 19, 33, 41, 55]  # so that turns differ in length
@@ -291,3 +292,37 @@ def test_the_self_test_takes_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorder)
     assert engines.why_unfit(one_layer(Qwen3ForCausalLM), [STOP], PAD, GraphSampler) is None
     assert recorder.steps > 0
+
+
+def test_most_rows_of_a_step_write_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of about 13 tokens where 64 are allowed, in episodes of 1 to 5 turns."""
+    rng, sizes, went, turns = random.Random(0), [0, 0], dict[int, int](), dict[int, int]()
+    sampler = GraphSampler(one_layer(Qwen3ForCausalLM), [VOCABULARY], PAD, 700, ListRecorder())
+    begin, advance = Writing.begin, GraphSampler._advance
+
+    def short_turns(writing: Writing, slots: Sequence[int], ids: Any, seeds: Sequence[int]) -> None:
+        begin(writing, slots, ids, seeds)
+        writing.rows.most_B[list(slots)] = torch.tensor([max(4, round(rng.gauss(13, 4))) for _ in slots])
+
+    def counted(engine: GraphSampler, static: Any, rows: int, end: int) -> None:
+        sizes[0] += rows
+        sizes[1] += int((~static.done_S[:rows]).sum())
+        advance(engine, static, rows, end)
+
+    def then(finished: list[tuple[int, Completion]]) -> list[tuple[int, int]]:
+        for handle, _ in finished:
+            went[handle] = went.get(handle, 0) + 1
+        over = [handle for handle, _ in finished if went[handle] == turns[handle]]
+        sampler.close(over)
+        going = [handle for handle, _ in finished if handle not in over]
+        for handle in going:
+            sampler.append(handle, [5] * 20)
+        return [(handle, went[handle]) for handle in going]
+
+    monkeypatch.setattr(graphs, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(Writing, "begin", short_turns)
+    monkeypatch.setattr(GraphSampler, "_advance", counted)
+    handles = sampler.open([[3 + n % 50] * 40 for n in range(64)])
+    turns.update({handle: 1 + handle % 5 for handle in handles})
+    sampler.converse([(handle, 0) for handle in handles], SamplingParams(64), then)
+    assert went == turns and sizes[1] > 0.72 * sizes[0]

@@ -3,7 +3,7 @@
 A GPU takes less time for a decoding step of a small model than Python needs to launch its kernels; a CUDA graph
 launches them all at once. A graph holds addresses. So the cache has its full length from the start, and it, the rows
 and the copies of weights stay where they are from rollout to rollout. A graph is recorded once in a run for each
-number of rows (powers of two) and of positions (multiples of 256), and each kind of sampling. All graphs use one memory
+number of rows (eighths of the slots) and of positions (multiples of 256), and each kind of sampling. All use one memory
 pool: one runs at a time, and what a step leaves behind is in tensors outside of it.
 
 Shapes: B rows of a step, S slots.
@@ -29,6 +29,7 @@ from posttrain.runtime import runlog
 from posttrain.types import SamplingParams, one_line
 
 FEWEST_ROWS = 8
+WIDTHS = 8  # numbers of rows that have graphs, up to all slots
 FEWEST_TOKENS = 64  # that a row has room for; more are powers of two
 POSITIONS = 256  # a step reads a multiple of it
 MOST_KINDS = 8  # of sampling parameters that have graphs
@@ -187,8 +188,9 @@ class GraphSampler(SlotSampler):
         return self._layers[0].slots, self._layers[0].length
 
     def _width(self, writing: Writing) -> int:
-        width = max(FEWEST_ROWS, 1 << (writing.width - 1).bit_length())
-        return min(width, self._layers[0].slots)
+        slots = self._sizes()[0]
+        step = max(FEWEST_ROWS, slots // WIDTHS)
+        return min(-(-writing.width // step) * step, slots)
 
     def _decode(self, writing: Writing, done_B: torch.Tensor, visible: int, enough: float) -> torch.Tensor:
         static = self._now
