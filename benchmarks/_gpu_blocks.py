@@ -82,10 +82,9 @@ def run(given: Any, device: str) -> dict[str, Any]:
 
 
 def executed(step: Step, seconds: float, out: Path) -> dict[str, Any]:
-    """Run a step for at most so long: its exit code (None if it was stopped), and what it found."""
+    """Run a step for at most so long; return what is known of it."""
     log, captures = out / f"{step.name}.log", out / f"{step.name}.captures"
-    figures = out / f"{step.name}.json"
-    for old in (captures, figures):
+    for old in (captures, out / f"{step.name}.json"):
         old.unlink(missing_ok=True)
     env = os.environ | {CAPTURES: str(captures), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))}
@@ -95,8 +94,14 @@ def executed(step: Step, seconds: float, out: Path) -> dict[str, Any]:
             [sys.executable, *step.command], cwd=ROOT, env=env, stdout=text, stderr=text, start_new_session=True
         )
         code = waited(child, seconds, step.killed_at)
+    return row_of(step, out, code, time.perf_counter() - start, seconds)
+
+
+def row_of(step: Step, out: Path, code: int | None, seconds: float, limit: float) -> dict[str, Any]:
+    """What a step found, from the files that it left; the end of its log if it failed. code: None if it was stopped."""
+    log, captures, figures = (out / f"{step.name}.{kind}" for kind in ("log", "captures", "json"))
     row: dict[str, Any] = {"step": step.name, "command": shlex.join(["python", *step.command])}
-    row |= {"seconds": time.perf_counter() - start, "limit": seconds, "code": code}
+    row |= {"seconds": seconds, "limit": limit, "code": code}
     if captures.exists():
         each = [float(line) for line in captures.read_text(encoding="utf-8").split()]
         row |= {"captures": len(each), "capture_s": sum(each)}
@@ -104,7 +109,7 @@ def executed(step: Step, seconds: float, out: Path) -> dict[str, Any]:
         row |= {"script": step.script, "figures": json.loads(figures.read_text(encoding="utf-8"))}
     if step.figures is not None:
         row["figures"] = step.figures(log)
-    if code not in (0, -signal.SIGKILL) or (code and step.killed_at is None):
+    if code != (0 if step.killed_at is None else -signal.SIGKILL):
         row["tail"] = log.read_text(encoding="utf-8", errors="replace")[-3000:]
     return row
 
@@ -209,7 +214,12 @@ def block_c(given: Any, out: Path, device: str) -> list[Step]:
         Step("base", 40, ("-m", "posttrain.data.embedded", "--out", str(base))),
         Step("whole", 80, trained(whole)),
         Step("killed", 80, trained(again), killed_at=again / "checkpoint-2" / "manifest.json"),
-        Step("resumed", 80, trained(again, "--resume"), figures=lambda _: {"identical": rows(whole) == rows(again)}),
+        Step(
+            "resumed",
+            80,
+            trained(again, "--resume"),
+            figures=lambda _: {"identical": bool(rows(whole)) and rows(whole) == rows(again)},
+        ),
         Step("tests-others", 300, (*tests, f"not ({first})"), figures=summary),
     ]
 
