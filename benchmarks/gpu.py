@@ -306,7 +306,7 @@ def needs(python: str, packages: dict[str, str]) -> list[str]:
         if len(asked[name]) == 1:
             inner = [Requirement(line) for line in metadata.requires(name) or []]
             coming += [more for more in inner if more.marker is None or more.marker.evaluate(place)]
-    locked = {canonicalize_name(each.name): str(each.specifier) for each in read("requirements.lock")}
+    locked: dict[str, str] = {canonicalize_name(each.name): str(each.specifier) for each in read("requirements.lock")}
     fits = {
         name
         for name, version in packages.items()
