@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -213,6 +214,7 @@ def limits(device: str, bf16: bool | None = None) -> Limits:
         return Limits(bandwidth, rate(lambda: matrix @ matrix, 2 * side**3))
 
 
+@cache
 def fleet(device: str) -> Fleet:
     """The device for the plan: this CPU as `--plan cpu` probes it, a card of its table, or another card as measured."""
     from posttrain.plan import devices

@@ -95,7 +95,7 @@ def test_rollout_measures_engines_on_equal_work(rollout, tmp_path, monkeypatch, 
         assert all(0 < share < 1 for share in row["outside"])
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 2 * len(results["rows"]) + 2 + len(results["rows"])
-    assert [line.count("|") for line in table] == [8] * (2 + 2 * 4) + [7] * (2 + 4)
+    assert [line.count("|") for line in table] == [10] * (2 + 2 * 4) + [7] * (2 + 4)
 
 
 @pytest.mark.slow

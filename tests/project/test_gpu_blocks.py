@@ -24,6 +24,7 @@ from tiny_runs import ROOT, python, taught, tiny_base
 
 from envs.demos import parser
 from posttrain import config
+from posttrain.plan.devices import fleets
 
 RESULTS = FILE.parent / "results"
 HEAD = {"commit": "c", "machine": "m", "threads": 1, "load": 0.0, "torch": "t", "transformers": "t"}
@@ -152,6 +153,26 @@ def test_block_d_says_what_is_missing(gpu, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit, match="2"):
             gpu.main()
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "card, name, option",
+    [
+        ("NVIDIA H100 80GB HBM3", "H100", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40", "A100-40"),
+        ("NVIDIA L40S", "NVIDIA L40S", "GPU:memory=48,bandwidth=768,peak=150"),
+    ],
+)
+def test_a_card_is_planned_by_its_datasheet_or_as_measured(gpu, monkeypatch, card, name, option):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 48e9))
+    monkeypatch.setattr(gpu._measure, "limits", lambda _: gpu._measure.Limits(768e9, 150e12))
+    gpu._measure.fleet.cache_clear()
+    device = gpu._measure.fleet("cuda").device
+    assert device.name == name and device.cuda and gpu._measure.plan_option("cuda") == option
+    (planned,) = fleets(option)
+    assert planned.device.bandwidth == device.bandwidth and planned.device.peak == device.peak
+    gpu._measure.fleet.cache_clear()
 
 
 def test_figures_of_a_block_become_tables(gpu, monkeypatch):
