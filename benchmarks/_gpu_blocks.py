@@ -62,6 +62,7 @@ def run(given: Any, device: str) -> dict[str, Any]:
     import _measure
 
     out, block = given.out.resolve(), given.block
+    out.mkdir(parents=True, exist_ok=True)
     steps = {"B": block_b, "C": block_c, "D": block_d}[block](given, out, device)
     if unknown := set(given.steps or ()) - {step.name for step in steps}:
         raise Refused(f"--steps: {unknown.pop()} is not a step of block {block}: {', '.join(s.name for s in steps)}")
