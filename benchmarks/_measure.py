@@ -1,23 +1,29 @@
 """What every benchmark needs: contestants that take turns, ratios with their range, and where it all was measured.
 
-The second half is what several of them share: shapes of models, a tokenizer of words, TRL's trainer.
+Then what a device reaches, beside which work is compared, and what the plan expects of it. The last part is what
+several of them share: shapes of models, a tokenizer of words, TRL's trainer.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -25,6 +31,9 @@ import transformers
 if TYPE_CHECKING:
     from posttrain.config.starpo import StarPORun
     from posttrain.models.chat import Chat
+    from posttrain.plan.devices import Fleet
+    from posttrain.plan.shape import Shape
+    from posttrain.plan.work import Episodes
 
 PAD = 0
 ENDLESS = dict(pad_token_id=PAD, bos_token_id=None, eos_token_id=None)  # so all sample the same number of tokens
@@ -39,6 +48,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {  # the tiny ConvGPT is as wide 
     },
     "40m": {"llama": LARGER | dict(hidden_size=512, num_hidden_layers=8, intermediate_size=1536)},
     "convgpt-164m": {"convgpt": COMMON | dict(vocab_size=65538)},  # the defaults are the published checkpoint
+    "qwen2.5-0.5b": {
+        "qwen2": COMMON
+        | dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
+        | dict(num_key_value_heads=2, tie_word_embeddings=True)
+    },
 }
 
 
@@ -113,6 +127,9 @@ def surroundings(device: str = "cpu") -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "trl": metadata.version("trl"),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if device == "cuda" else None,
     }
 
 
@@ -132,11 +149,16 @@ def publish(results: dict[str, Any], markdown: str, file: Path | None) -> None:
 
 
 def alone(script: str, options: Sequence[str]) -> dict[str, Any]:
-    """The JSON that a script prints last, run in a process of its own: so its peak memory is that of one contestant."""
+    """The JSON that a script prints last, run in a process of its own: so its peak memory is that of one contestant.
+
+    The figures also go to stderr at once: they are not lost if the benchmark is stopped at a later contestant.
+    """
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(options)}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    line = done.stdout.splitlines()[-1]
+    print(f"{' '.join(options)}\n{line}", file=sys.stderr, flush=True)
+    return json.loads(line)
 
 
 def peak(device: str) -> float:
@@ -144,6 +166,147 @@ def peak(device: str) -> float:
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+# ------------------------------------------------------------------------------------- what a device reaches, the plan
+
+
+class Limits(NamedTuple):
+    """What a device reaches: Limits(bandwidth=2.98e12, peak=7.7e14)"""
+
+    bandwidth: float  # bytes a second of a copy that no cache holds, read and written
+    peak: float  # FLOPs a second of a large product
+
+    @property
+    def told(self) -> dict[str, float]:
+        """As benchmarks write them."""
+        return {"GB_s": self.bandwidth / 1e9, "TFLOP_s": self.peak / 1e12}
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(action: Callable[[], object], device: str) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def limits(device: str, bf16: bool | None = None) -> Limits:
+    """Measure both; the best of a few, as a datasheet. bf16: of the product; as a GPU and not a CPU unless given."""
+    gpu = device == "cuda"
+    dtype = torch.bfloat16 if (gpu if bf16 is None else bf16) else torch.float32
+
+    def rate(action: Callable[[], object], amount: float) -> float:
+        action()
+        return amount / min(seconds_of(action, device) for _ in range(5))
+
+    side = 8192 if gpu else 1024
+    with torch.no_grad():
+        numbers = torch.zeros(1 << (28 if gpu else 25), device=device)
+        copied = torch.empty_like(numbers)
+        matrix = torch.randn(side, side, device=device).to(dtype)
+        bandwidth = rate(lambda: copied.copy_(numbers), 2 * numbers.nbytes)
+        return Limits(bandwidth, rate(lambda: matrix @ matrix, 2 * side**3))
+
+
+@cache
+def fleet(device: str) -> Fleet:
+    """The device for the plan: this CPU as `--plan cpu` probes it, a card of its table, or another card as measured."""
+    from posttrain.plan import devices
+
+    if device == "cpu":
+        return devices.fleets("cpu")[0]
+    name = torch.cuda.get_device_name()
+    for each in devices.DEVICES:  # "A100-40" is "NVIDIA A100-SXM4-40GB"
+        if all(re.search(rf"\b{part}(GB)?\b", name) for part in each.name.split("-")):
+            return devices.Fleet(each)
+    found, memory = limits(device), torch.cuda.mem_get_info()[1] / 1e9
+    bandwidth, peak = found.bandwidth / 1e9, found.peak / 1e12
+    return devices.Fleet(devices.Device(name, memory, bandwidth, peak, peak / 8, link=32, network=1.56))
+
+
+def plan_option(device: str) -> str:
+    """The device as `--plan` is given it: cpu, H100, or GPU:memory=48,bandwidth=768,peak=150."""
+    from posttrain.plan import devices
+
+    if device == "cpu":
+        return device
+    found = fleet(device).device
+    if found in devices.DEVICES:
+        return found.name
+    return f"GPU:memory={found.memory:.0f},bandwidth={found.bandwidth:.0f},peak={found.peak:.0f}"
+
+
+def shape_of(config: Any) -> Shape:
+    """The sizes of a model, for the plan's formulas."""
+    import posttrain.models.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
+    from posttrain.config.shared import ModelSection
+    from posttrain.plan.shape import Shape
+
+    return Shape.of(copy.deepcopy(config), ModelSection(name_or_path="unused"))
+
+
+def forward_flops(shape: Shape, lengths: Iterable[float], labels: float) -> float:
+    """The plan's FLOPs of a forward pass over rows of these lengths, with so many labels; an update takes three."""
+    from posttrain.plan import seconds
+
+    blocks = sum(seconds.forward_flops(shape, length, length / 2) for length in lengths)
+    return blocks + seconds.head_flops(shape, labels)
+
+
+def episodes_of(
+    conversations: int, samples: int, turns: float, prompt: float, sampled: float, context: float
+) -> Episodes:
+    """The work of a rollout for the plan, from the turns and the tokens of all conversations together."""
+    from posttrain.plan.work import Episodes
+
+    replies = (context - prompt - sampled) / max(1.0, turns - conversations)
+    of_one, groups = turns / conversations, -(-conversations // samples)
+    return Episodes(groups, samples, of_one, prompt / conversations, sampled / turns, replies)
+
+
+def decoding_bytes(shape: Shape, rows: float, work: Episodes, size: int) -> float:
+    """What decoding reads at least: the weights once a step of all rows, and each row's own keys and values.
+
+    size: bytes of a number.
+    """
+    positions = (work.prompt + work.context) / 2
+    return size * work.turns * work.new * (shape.blocks + shape.top + rows * positions * shape.cache)
+
+
+@contextmanager
+def forwards(model: Any) -> Iterator[list[float]]:
+    """The seconds of each forward pass, of the whole model or of its body alone."""
+    spent: list[float] = []
+    open_calls: list[float] = []  # the body's call is part of the model's
+
+    def now() -> float:
+        synchronize(model.device.type)
+        return time.perf_counter()
+
+    def begin(*_: object) -> None:
+        open_calls.append(now())
+
+    def end(*_: object) -> None:
+        start = open_calls.pop()
+        if not open_calls:
+            spent.append(now() - start)
+
+    hooks = [module.register_forward_pre_hook(begin) for module in (model, model.base_model)]
+    hooks += [module.register_forward_hook(end) for module in (model, model.base_model)]
+    try:
+        yield spent
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# ---------------------------------------------------------------------------------------------------- shared by several
 
 
 def model_of(kind: str, shape: Mapping[str, Any], device: str = "cpu") -> Any:

@@ -1,7 +1,7 @@
 """How near its limits does a device come?  Its bandwidth and FLOP rate, and what decoding and learning make of them.
 
 Rollout and update of phase 3 on conversations of fixed lengths, random weights, as many at once as its plan says; on a
-GPU in bfloat16 over float32 weights, as phase 3 computes there. One process for each model.
+GPU as phase 3 computes there: bfloat16 over float32 weights, CUDA graphs, compiled layers. One process for each model.
     python benchmarks/device.py --device cuda [--model qwen2.5-0.5b convgpt] [--json FILE]
     python benchmarks/device.py    # this CPU, with a Llama of 3M; small numbers
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,6 +29,7 @@ from posttrain.plan.devices import OPERATIONS, Device, Fleet
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import Episodes
+from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory
 
@@ -67,33 +67,13 @@ DEFAULTS = {
 }
 
 
-def seconds_of(action: Callable[[], object], kind: str) -> float:
-    if kind == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    action()
-    if kind == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def limits(kind: str) -> Device:
-    """Bandwidth of a copy that no cache holds, and the rate of a matrix product; the best of a few, as a datasheet."""
-
-    def rate(action: Callable[[], object], amount: float) -> float:
-        action()
-        return amount / min(seconds_of(action, kind) for _ in range(5))
-
-    gpu = kind == "cuda"
-    numbers, size = torch.zeros(1 << (28 if gpu else 25), device=kind), 8192 if gpu else 1024
-    copied = torch.empty_like(numbers)
-    matrix = torch.randn(size, size, device=kind, dtype=torch.bfloat16 if gpu else torch.float32)
-    bandwidth = rate(lambda: copied.copy_(numbers), 2 * numbers.nbytes)
-    peak = rate(lambda: matrix @ matrix, 2 * size**3)
-    return Device(kind, 0, bandwidth / 1e9, peak / 1e12, peak / 1e12, link=1, network=1, waits=not gpu)
+    """What this device reaches, as a device of the plan."""
+    bandwidth, peak = _measure.limits(kind)
+    return Device(kind, 0, bandwidth / 1e9, peak / 1e12, peak / 1e12, link=1, network=1, waits=kind != "cuda")
 
 
-def config_of(work: Work, *, bf16: bool, gradient_checkpointing: bool | None = None) -> StarPORun:
+def config_of(work: Work, *, bf16: bool, torch_compile: bool, gradient_checkpointing: bool | None = None) -> StarPORun:
     """A run of phase 3 with this work."""
     return StarPORun.model_validate(
         {
@@ -107,7 +87,11 @@ def config_of(work: Work, *, bf16: bool, gradient_checkpointing: bool | None = N
                 "max_completion_length": work.new,
             },
             "algorithm": {"num_iterations": 1, "minibatches": 1, "filter": {"strategy": "none", "keep_zero": True}},
-            "trainer": {"bf16": bf16, "gradient_checkpointing": gradient_checkpointing},
+            "trainer": {
+                "bf16": bf16,
+                "torch_compile": torch_compile,
+                "gradient_checkpointing": gradient_checkpointing,
+            },
         }
     )
 
@@ -151,42 +135,47 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     kind, device = given.device, limits(given.device)
     name, sizes = MODELS[given.model[0]]
     model = _measure.model_of(name, sizes | _measure.ENDLESS, kind).eval()
-    own = {"bf16": kind == "cuda"}
+    own: dict[str, bool] = {"bf16": kind == "cuda", "torch_compile": kind == "cuda"}
     cfg = config_of(work, **own)
     shape = plan.Shape.of(model.config, cfg.model)
     planned = plan.choose(shape, cfg, plan.Place(int(given.memory * 1e9), cuda=kind == "cuda"))
     own["gradient_checkpointing"] = planned.gradient_checkpointing
     cfg = config_of(work, **own)
-    engine = SlotSampler(model, [shape.vocabulary], 0, work.context)
+    replayed = kind == "cuda" and planned.cuda_graphs  # as in a run
+    launching = SlotSampler(model, [shape.vocabulary], 0, work.context)
+    engine = GraphSampler(model, [shape.vocabulary], 0, work.context) if replayed else launching
     precision = torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
-    def seconds(what: Work) -> list[float]:
+    def seconds(what: Work, engine: SlotSampler = engine) -> list[float]:
         with precision:
             action = partial(play, engine, what, planned.slots, shape.vocabulary)
-            action()
-            return [seconds_of(action, kind) for _ in range(given.repeats)]
+            action()  # which also records graphs
+            return [_measure.seconds_of(action, kind) for _ in range(given.repeats)]
 
     # a turn of all conversations, half as long as they become, beside one of a single token: what is left is decoding
     half = work._replace(turns=1, prompt=work.context // 2)
     steps = work.new - 1
     decode = (median(seconds(half)) - median(seconds(half._replace(new=1)))) / steps
     rows = min(planned.slots, work.conversations)
-    reads = plan.Numbers.of(cfg).computed * (
-        shape.blocks + shape.top + rows * (half.prompt + work.new / 2) * shape.cache
-    )
-    reads *= work.conversations / rows
+    size = plan.Numbers.of(cfg).computed
+    step_of = Episodes(1, rows, 1, half.prompt + work.new / 2, new=1, reply=0)
+    reads = work.conversations / rows * _measure.decoding_bytes(shape, rows, step_of, size)
     alone = half._replace(conversations=1, samples=1)  # with one row there is little else than launches
-    launch = (median(seconds(alone)) - median(seconds(alone._replace(new=1)))) / steps / shape.layers
+    of_one = [median(seconds(alone._replace(new=new), launching)) for new in (work.new, 1)]
+    launch = (of_one[0] - of_one[1]) / steps / shape.layers
 
     rollout = seconds(work)
     step = update.ours(model, conversations(work, shape.vocabulary), planned.micro_batch_tokens, **own)
     step()  # makes the optimizer's moments
-    learning = [seconds_of(step, kind) for _ in range(given.repeats)]
+    learning = [_measure.seconds_of(step, kind) for _ in range(given.repeats)]
     device = device._replace(operation=max(0.0, launch) / OPERATIONS)
     said, flops = predicted(shape, work, device, cfg, planned)
     bandwidth, peak = device.bandwidth * 1e9, device.peak * 1e12
+    labels = work.conversations * work.turns * work.new
+    useful = 3 * _measure.forward_flops(shape, [work.context] * work.conversations, labels)
     return {
         "model": given.model[0],
+        "engine": "graphs" if replayed else "slots",
         "bandwidth": bandwidth,
         "flops": peak,
         "launch": launch,
@@ -195,6 +184,7 @@ def one(given: Any, work: Work) -> dict[str, Any]:
         "decode_step": decode,
         "decode_share": reads / decode / bandwidth,
         "update_share": flops / median(learning) / peak,
+        "mfu": useful / median(learning) / peak,
         "predicted": said,
         "seconds": {"rollout": rollout, "update": learning},
         "peak": _measure.peak(kind),
@@ -222,7 +212,7 @@ def markdown(results: dict[str, Any]) -> str:
         line += [f"{row['update_share']:.0%}", f"{rollout:.2f} + {learning:.2f}"]
         parts = (("rollout", rollout), ("update", learning))
         line += [f"{real / row['predicted'][part]:.2f}" for part, real in parts]
-        cells.append([*line, f"{row['peak']:.1f}"])
+        cells.append([*line, f"{row['peak']:.1f}", *([row["engine"], f"{row['mfu']:.0%}"] if "mfu" in row else [])])
     first = results["rows"][0]
     limit = f"{first['bandwidth'] / 1e9:,.0f} GB/s and {first['flops'] / 1e9:,.0f} GFLOP/s"
     header = [
@@ -233,7 +223,7 @@ def markdown(results: dict[str, Any]) -> str:
         "update, of the FLOPs",
         "rollout + update, s",
     ]
-    header += ["measured / predicted: rollout", "update", "peak GiB"]
+    header += ["measured / predicted: rollout", "update", "peak GiB", *(["engine", "MFU"] if "mfu" in first else [])]
     work = Work(*(results["work"][name] for name in Work._fields))
     size = f"{work.conversations} conversations of {work.turns} turns, {work.context} tokens, all trained on"
     return f"{_measure.told(results)}\n{size}. Measured here: {limit}.\n\n{_measure.table(header, cells)}"

@@ -1,34 +1,40 @@
-"""Where does a GPU's time go?  Decoding and training steps of known models, beside what the card can do.
+"""Where does a GPU's time go, and do the phases come near what it can do?  Four blocks of at most eight minutes each.
 
-One process, since each new one costs tens of seconds of imports; one JSON line for each measurement, as it is made.
-The block stops taking up new measurements when its time is up.
-    python benchmarks/gpu.py [--seconds 420] [--parts decode train profile] [--json FILE]
-Without CUDA the same code runs with two layers and few rows: a smoke test, whose figures mean nothing.
+A: decoding and training steps of known models. B: the phases beside TRL and the plan. C: the tests of a GPU and whole
+runs with CUDA graphs, killed and resumed. D: a real model through all phases. Figures are written as they come.
+    python benchmarks/gpu.py A [--parts decode train profile] [--models convgpt qwen smol]
+    python benchmarks/gpu.py B [--steps sft dpo iteration device rollout]
+    python benchmarks/gpu.py C
+    python benchmarks/gpu.py D --model models/smollm2 --data data     # or --task gsm8k
+    python benchmarks/gpu.py --needs [packages.txt]                   # what to bring to a machine without a network
+Without CUDA the same code runs with tiny models and few rows: a smoke test, whose figures mean nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch.nn import functional
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _gpu_blocks
 import _measure
 
 from posttrain import plan
-from posttrain.config.shared import ModelSection
-from posttrain.models import convgpt
-from posttrain.plan import seconds as roofline
+from posttrain.models import compile_layers
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.rollout.engines.graphs import CudaRecorder, GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
@@ -38,20 +44,10 @@ from posttrain.types import SamplingParams, one_line
 
 CUDA = torch.cuda.is_available()
 KIND = "cuda" if CUDA else "cpu"
-SMOL = dict(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    tie_word_embeddings=True,
-    max_position_embeddings=8192,
-)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "convgpt": PUBLISHED["mkurman/ConvGPT-0.2B-SYNTH-250B-EC"],
     "qwen": PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"],
-    "smol": ("llama", SMOL),
+    "smol": PUBLISHED["HuggingFaceTB/SmolLM2-135M-Instruct"],
 }
 # Rows x tokens of training, rows x positions of decoding
 TRAINING = {"convgpt": [(16, 2048), (4, 1024), (16, 417)], "qwen": [(8, 1024)], "smol": [(16, 1024)]}
@@ -64,57 +60,36 @@ if not CUDA:
 
 
 class Report:
-    """Prints rows as they come and knows how much time is left."""
+    """Prints rows and writes them to a file as they come, and knows how much time is left."""
 
-    def __init__(self, seconds: float) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.start, self.seconds = time.perf_counter(), seconds
+    def __init__(self, seconds: float, file: Path) -> None:
+        self.start, self.seconds, self.file = time.perf_counter(), seconds, file
+        self.results = _measure.surroundings(KIND) | {"block": "A", "rows": []}
 
     def add(self, **row: Any) -> None:
         row["at_s"] = time.perf_counter() - self.start
-        self.rows.append(row)
+        self.results["rows"].append(row)
+        self.file.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(row), flush=True)
 
     def over(self) -> bool:
         return time.perf_counter() - self.start > self.seconds
 
 
-def synchronize() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
+synchronize = partial(_measure.synchronize, KIND)
 
 
 def seconds_of(action: Callable[[], object], warm: int = 2, repeats: int = 3) -> float:
     """Median seconds of an action, after some runs that are not counted."""
     for _ in range(warm):
         action()
-    found = []
-    for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        action()
-        synchronize()
-        found.append(time.perf_counter() - start)
-    return median(found)
-
-
-def limits() -> tuple[float, float]:
-    """Bytes a second of a copy, read and written, and FLOPs a second of a large product in bfloat16."""
-    size, side = (1 << 31, 8192) if CUDA else (1 << 24, 256)
-    source = torch.randint(0, 99, (size,), dtype=torch.int8, device=KIND)
-    target = torch.empty_like(source)
-    matrix = torch.randn(side, side, device=KIND, dtype=torch.bfloat16)
-    return 2 * size / seconds_of(lambda: target.copy_(source)), 2 * side**3 / seconds_of(lambda: matrix @ matrix)
+    return median(_measure.seconds_of(action, KIND) for _ in range(repeats))
 
 
 def model_of(name: str) -> Any:
     kind, sizes = MODELS[name]
     small = {} if CUDA else {"num_hidden_layers": 2, "vocab_size": 1024}
     return _measure.model_of(kind, sizes | _measure.ENDLESS | small, KIND)
-
-
-def layers_of(model: Any) -> Any:
-    return next(part for part in model.base_model.modules() if isinstance(part, torch.nn.ModuleList))
 
 
 def training_step(model: Any, rows: int, tokens: int) -> Callable[[], None]:
@@ -145,56 +120,32 @@ def profiled(action: Callable[[], object]) -> tuple[int, float, str]:
     return len(kernels), sum(event.device_time for event in kernels) / 1e6, table
 
 
-def _norm_in_its_precision(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
-
-
-@contextmanager
-def lean(on: bool) -> Iterator[None]:
-    """ConvGPT's norms as one operation, queries and keys normed and rotated in bfloat16."""
-    if not on:
-        yield
-        return
-    whole = convgpt.rotary
-
-    def rotary(config: Any, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return whole(config, position_ids, torch.bfloat16)
-
-    with (
-        patch.object(convgpt.ConvGPTRMSNorm, "forward", _norm_in_its_precision),
-        patch.object(convgpt, "rotary", rotary),
-    ):
-        yield
-
-
 def train(report: Report, peak: float, name: str) -> None:
-    """Eager, lean and compiled layers; activations recomputed or kept; with and without deterministic algorithms."""
+    """Layers as they are or compiled; activations recomputed or kept; with and without deterministic algorithms."""
     ways = [("eager", True), ("eager", False), ("compiled", False)]
-    ways += [("lean", False), ("lean compiled", False), ("compiled", True)] if name == "convgpt" else []
+    ways += [("compiled", True)] if name == "convgpt" else []
     for way, recomputed in ways:
         torch._dynamo.reset()
         gc.collect()
-        with lean("lean" in way):
-            model = model_of(name).train()
-            shape = plan.Shape.of(model.config, ModelSection(name_or_path="x"))
-            if recomputed:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            if "compiled" in way:
-                for layer in layers_of(model):
-                    layer.compile(dynamic=True)
-            for rows, tokens in TRAINING[name]:
-                for deterministic in (True, False) if way == "eager" else (True,):  # each is compiled anew
-                    if report.over():
-                        return
-                    what = {"what": "train", "model": name, "rows": rows, "tokens": tokens, "way": way}
-                    what |= {"recomputed": recomputed, "deterministic": deterministic}
-                    try:
-                        with hardware.deterministic(deterministic):
-                            report.add(**what, **_trained(shape, model, rows, tokens, peak))
-                    except Exception as error:  # out of memory, the compiler, the driver: the others are still measured
-                        report.add(**what, error=one_line(error)[:300])
-                        model.zero_grad(set_to_none=True)
-            del model
+        model = model_of(name).train()
+        shape = _measure.shape_of(model.config)
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if way == "compiled":
+            compile_layers(model, deterministic=True)
+        for rows, tokens in TRAINING[name]:
+            for deterministic in (True, False) if way == "eager" else (True,):  # each is compiled anew
+                if report.over():
+                    return
+                what = {"what": "train", "model": name, "rows": rows, "tokens": tokens, "way": way}
+                what |= {"recomputed": recomputed, "deterministic": deterministic}
+                try:
+                    with hardware.deterministic(deterministic):
+                        report.add(**what, **_trained(shape, model, rows, tokens, peak))
+                except Exception as error:  # out of memory, the compiler, the driver: the others are still measured
+                    report.add(**what, error=one_line(error)[:300])
+                    model.zero_grad(set_to_none=True)
+        del model
 
 
 def _trained(shape: plan.Shape, model: Any, rows: int, tokens: int, peak: float) -> dict[str, Any]:
@@ -209,7 +160,7 @@ def _trained(shape: plan.Shape, model: Any, rows: int, tokens: int, peak: float)
     seconds = seconds_of(step)
     kernels, busy, _ = profiled(step)
     count = rows * tokens
-    flops = 3 * (roofline.forward_flops(shape, count, tokens / 2) + roofline.head_flops(shape, count))
+    flops = 3 * _measure.forward_flops(shape, [tokens] * rows, count)
     return {
         "ms": seconds * 1e3,
         "tokens_per_s": count / seconds,
@@ -240,7 +191,7 @@ class TimedRecorder:
 def decode(report: Report, bandwidth: float, name: str) -> None:
     """Milliseconds a step of so many rows: launched from Python, and as a CUDA graph."""
     model = model_of(name).eval()
-    shape = plan.Shape.of(model.config, ModelSection(name_or_path="x"))
+    shape = _measure.shape_of(model.config)
     for rows, positions in DECODING[name]:
         for way in ("eager", "graph"):
             if report.over():
@@ -276,7 +227,8 @@ def _decoded(
         made, spent = len(recorder.seconds), sum(recorder.seconds)
         seconds = seconds_of(lambda: play(NEW_TOKENS), 0, 3)
         step = (seconds - seconds_of(lambda: play(1), 1, 3)) / (NEW_TOKENS - 1)
-    reads = 2 * (shape.blocks + shape.top + rows * positions * shape.cache)
+    of_one = _measure.episodes_of(rows, rows, rows, rows * positions, rows, rows * positions + rows)
+    reads = _measure.decoding_bytes(shape, rows, of_one, size=2)
     return {
         "ms_a_step": step * 1e3,
         "tokens_per_s": rows / step,
@@ -296,15 +248,94 @@ def profile_steps(report: Report) -> None:
         torch._dynamo.reset()
         model = model_of("convgpt").train()
         if way == "compiled":
-            for layer in layers_of(model):
-                layer.compile(dynamic=True)
+            compile_layers(model, deterministic=True)
         step = training_step(model, *((16, 1024) if CUDA else (2, 24)))
         seconds = seconds_of(step)
         kernels, busy, table = profiled(step)
         report.add(what="profile", way=way, kernels=kernels, busy_ms=busy * 1e3, ms=seconds * 1e3, table=table)
 
 
+def block_a(given: Any) -> dict[str, Any]:
+    report = Report(given.seconds, given.out / "A.json")
+    bandwidth, peak = found = _measure.limits(KIND, bf16=True)
+    report.results |= found.told
+    for part in given.parts:
+        if part == "profile":
+            profile_steps(report)
+            continue
+        for name in given.models:
+            if part == "train":
+                train(report, peak, name)
+            else:
+                decode(report, bandwidth, name)
+    return report.results
+
+
+# --------------------------------------------------------------------------------------------------- what is brought
+
+
+THERE = {"torch"}  # with what it needs itself
+UNUSED = {"bitsandbytes", "gradio", "gym", "openai", "trackio"}  # by the blocks
+TESTS = ("pytest", "hypothesis")
+PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+
+
+def needs(python: str, packages: dict[str, str]) -> list[str]:
+    """The pinned packages that the blocks need besides torch, as requirements.lock has them for Linux and this Python.
+
+    Args:
+        python: of the other machine, 3.12.
+        packages: what is there already, by name; a version that every requirement allows need not be brought.
+    """
+    linux = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "extra": ""}
+    linux |= {"platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
+    linux |= {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
+    place: Any = {**default_environment(), **linux}
+
+    def read(file: str) -> list[Requirement]:
+        lines = (line.partition("#")[0].strip(" \\\n") for line in (_gpu_blocks.ROOT / file).open(encoding="utf-8"))
+        found = [Requirement(line) for line in lines if line and not line.startswith("--hash")]
+        return [each for each in found if each.marker is None or each.marker.evaluate(place)]
+
+    asked: dict[str, list[Requirement]] = {}
+    coming = read("requirements.txt") + [each for each in read("requirements-dev.txt") if each.name in TESTS]
+    for each in coming:  # grows
+        if (name := canonicalize_name(each.name)) in THERE | UNUSED:
+            continue
+        asked.setdefault(name, []).append(each)
+        if len(asked[name]) == 1:
+            inner = [Requirement(line) for line in metadata.requires(name) or []]
+            coming += [more for more in inner if more.marker is None or more.marker.evaluate(place)]
+    locked: dict[str, str] = {canonicalize_name(each.name): str(each.specifier) for each in read("requirements.lock")}
+    fits = {
+        name
+        for name, version in packages.items()
+        if all(each.specifier.contains(version, prereleases=True) for each in asked.get(name, []))
+    }
+    return sorted(f"{name}{locked[name]}" for name in asked if name not in fits)
+
+
+def print_needs(file: str) -> None:
+    """Say how the packages are brought, and which weights and data. file: with what `pip list` prints there, or ""."""
+    listed = Path(file).read_text(encoding="utf-8").splitlines() if file else []
+    pairs = [line.split("==") for line in listed if "==" in line]
+    wheels = needs("3.12", {canonicalize_name(name): version.strip() for name, version in pairs})
+    platforms = " ".join(f"--platform {each}_x86_64" for each in PLATFORMS)
+    print(
+        f"# Here: {len(wheels)} wheels. Those that are there already are left out by --needs FILE, with what"
+        " `pip list --format=freeze` prints there.\n"
+        "python -m pip download --dest wheels --no-deps --only-binary=:all: --python-version 3.12"
+        f" --implementation cp {platforms} \\\n  {' '.join(wheels)}\n"
+        "# There, beside torch:\n"
+        "python -m pip install --no-index --no-deps --target site wheels/*.whl && export PYTHONPATH=$PWD/site"
+        " HF_HUB_OFFLINE=1\n"
+        f"# Weights and data\n{_gpu_blocks.BROUGHT}"
+    )
+
+
 def markdown(results: dict[str, Any]) -> str:
+    if results.get("block", "A") != "A":
+        return _gpu_blocks.markdown(results)
     lines = [_measure.told(results)]
     lines.append(f"Copy {results['GB_s']:,.0f} GB/s, product {results['TFLOP_s']:,.0f} TFLOP/s.")
     for what in ("decode", "train"):
@@ -320,25 +351,33 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = _measure.parser(__doc__, repeats=False)
-    parser.add_argument("--seconds", type=float, default=420.0, help="no measurement begins after so many")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("block", nargs="?", choices="ABCD", default="A")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu"), help="the figures, as A.json to D.json; logs; runs"
+    )
+    parser.add_argument("--seconds", type=float, default=480.0, help="nothing begins after so many, or goes on")
     parts = ["decode", "train", "profile"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="in this order")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="A: in this order")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="A")
+    parser.add_argument("--steps", nargs="+", help="B, C, D: these alone, by the names that the block prints")
+    parser.add_argument("--model", help="D: a pretrained model's folder or GGUF file")
+    parser.add_argument("--data", type=Path, help="D: a folder with gsm8k_train.jsonl, and demos.jsonl, best.jsonl")
+    parser.add_argument("--task", choices=["chain", "gsm8k"], default="chain", help="D: all phases, or RL alone")
+    parser.add_argument("--needs", nargs="?", const="", metavar="FILE", help="list what has to be brought, and end")
     given = parser.parse_args()
-    report = Report(given.seconds)
-    bandwidth, peak = limits()
-    for part in given.parts:
-        if part == "profile":
-            profile_steps(report)
-            continue
-        for name in given.models:
-            if part == "train":
-                train(report, peak, name)
-            else:
-                decode(report, bandwidth, name)
-    results = _measure.surroundings(KIND) | {"GB_s": bandwidth / 1e9, "TFLOP_s": peak / 1e12, "rows": report.rows}
-    _measure.publish(results, markdown(results), given.json)
+    if given.needs is not None:
+        print_needs(given.needs)
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.block == "A":
+        results = block_a(given)
+    else:
+        try:
+            results = _gpu_blocks.run(given, KIND)
+        except _gpu_blocks.Refused as refused:
+            parser.error(str(refused))
+    print(markdown(results))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ and weights, the same number of turns and sampled tokens, one optimizer step eac
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -25,11 +26,13 @@ import _measure
 from _measure import PAD, SHAPES
 
 import train_phase3_starpo as phase3
+from posttrain import plan
 from posttrain.config.loading import resolve
 from posttrain.config.shared import ModelSection
 from posttrain.config.starpo import StarPORun
 from posttrain.models import loading as models
 from posttrain.models.chat import Chat
+from posttrain.plan import seconds
 from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.runtime import hardware
@@ -47,6 +50,7 @@ class Iteration(NamedTuple):
     turns: int
     sampled: int
     context: int  # tokens of all episodes, sampled or read
+    prompt: int = 0  # tokens of all prompts
 
 
 def config(
@@ -97,9 +101,23 @@ def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
         end = time.perf_counter()
         episodes = [trajectory for group in groups for trajectory in group]
         work = (sum(t.turns for t in episodes), sum(t.tokens for t in episodes), sum(t.context for t in episodes))
-        return Iteration(played - start, end - played, *work)
+        prompt = sum(t.segments[0].mask.index(True) for t in episodes)
+        return Iteration(played - start, end - played, *work, prompt)
 
     return iteration
+
+
+def beside_limits(cfg: StarPORun, config: Any, device: str, each: Iteration) -> dict[str, Any]:
+    """Bytes that the rollout reads at least, FLOPs of the update, and the plan's seconds of both."""
+    shape, samples = _measure.shape_of(config), cfg.rollout.num_generations
+    episodes = cfg.rollout.groups * samples
+    work = _measure.episodes_of(episodes, samples, each.turns, each.prompt, each.sampled, each.context)
+    chosen = plan.choose(shape, cfg, plan.Place(1 << 40, cuda=device == "cuda"))
+    return {
+        "read": _measure.decoding_bytes(shape, episodes, work, plan.Numbers.of(cfg).computed),
+        "flops": 3 * _measure.forward_flops(shape, [work.context] * episodes, each.sampled),
+        "planned": seconds.of_episodes(shape, cfg, _measure.fleet(device), work, chosen, 1).parts,
+    }
 
 
 def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: int) -> list[Iteration]:
@@ -107,7 +125,7 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: 
     size, found = cfg.rollout.num_generations, []
     play = _measure.rollout_func(cfg, chat)
     began = rollout = 0.0
-    work = (0, 0, 0)
+    work = (0, 0, 0, 0)
 
     def timed(prompts: list[str], trainer: Any) -> dict[str, Any]:
         nonlocal rollout, work
@@ -116,7 +134,7 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: 
         rollout = time.perf_counter() - start
         sampled = sum(map(sum, made["env_mask"]))
         context = sum(map(len, made["prompt_ids"] + made["completion_ids"]))
-        work = (sampled // cfg.rollout.max_completion_length, sampled, context)
+        work = (sampled // cfg.rollout.max_completion_length, sampled, context, sum(map(len, made["prompt_ids"])))
         return made
 
     class Clock(TrainerCallback):
@@ -168,6 +186,7 @@ def one(given: Any) -> None:
     sizes = (given.groups, given.num_generations, given.turns, given.new_tokens, given.micro_batch_tokens)
     cfg = config(*sizes, bf16=in_bf16(given))
     cfg = hardware.settle(cfg.model_copy(update={"device": given.device}))  # compiled layers on a GPU
+    shape = copy.deepcopy(model.config)
     if given.only == "ours":
         iteration = ours(cfg, model, chat)
         found = [iteration(step) for step in range(1, given.iterations + 1)]
@@ -175,9 +194,8 @@ def one(given: Any) -> None:
         found = theirs(cfg, model, chat, given.iterations, given.batch_size)
     assert len(found) == given.iterations
     counted = [each._asdict() for each in found[1:] or found]
-    print(
-        json.dumps({"iterations": counted, "parameters": model.num_parameters(), "peak": _measure.peak(given.device)})
-    )
+    figures = {"iterations": counted, "parameters": model.num_parameters(), "peak": _measure.peak(given.device)}
+    print(json.dumps(figures | (beside_limits(cfg, shape, given.device, found[-1]) if given.only == "ours" else {})))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -192,8 +210,22 @@ def markdown(results: dict[str, Any]) -> str:
         memory = [f"{peak['ours']:.2f}", f"{peak['trl']:.2f}", f"{peak['ours'] / peak['trl']:.2f}"]
         who = f"{row['model']} {row['ours'][0]['parameters'] / 1e6:.1f}M"
         cells.append([who, *parts, _measure.ratio(seconds["trl"], seconds["ours"]), *memory])
+        if "planned" in (first := row["ours"][0]):
+            took = {
+                part: [
+                    median(one[part] for each in row[name] for one in each["iterations"]) for name in ("ours", "trl")
+                ]
+                for part in ("rollout", "update")
+            }
+            cells[-1] += [f"{first['read'] / each / results['GB_s'] / 1e9:.1%}" for each in took["rollout"]]
+            cells[-1] += [f"{first['flops'] / each / results['TFLOP_s'] / 1e12:.1%}" for each in took["update"]]
+            cells[-1].append(" + ".join(f"{first['planned'][part]:.2f}" for part in took))
+            cells[-1].append(" and ".join(f"{each[0] / first['planned'][part]:.2f}" for part, each in took.items()))
     work = results["rows"][0]["ours"][0]["iterations"][0]
     header = ["model", "ours: rollout + update, s", "TRL", "ours vs TRL", "ours GiB", "TRL GiB", "memory"]
+    if "planned" in results["rows"][0]["ours"][0]:
+        header += ["rollout, of the bandwidth: ours", "TRL", "update, MFU: ours", "TRL"]
+        header += ["planned, s", "measured / planned"]
     size = f"{results['groups']} x {results['num_generations']} episodes of {results['turns']} turns"
     tokens = f"{work['context']:,} tokens, {work['sampled']:,} of them sampled"
     return (
@@ -237,11 +269,16 @@ def main() -> None:
         if work["ours"] != work["trl"]:
             sys.exit(f"{kind}: turns, sampled tokens and tokens in all differ, it was not the same work: {work}.")
         rows.append({"model": kind} | found)
-    results = _measure.surroundings(given.device) | {
-        **{key: value for key, value in vars(given).items() if key not in ("json", "only", "kind", "model")},
-        "bf16": in_bf16(given),
-        "rows": rows,
-    }
+    bf16 = in_bf16(given)
+    results = (
+        _measure.surroundings(given.device)
+        | _measure.limits(given.device, bf16).told
+        | {
+            **{key: value for key, value in vars(given).items() if key not in ("json", "only", "kind", "model")},
+            "bf16": bf16,
+            "rows": rows,
+        }
+    )
     _measure.publish(results, markdown(results), given.json)
 
 

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,16 +23,18 @@ from unittest.mock import patch
 
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.plan.known_models import PUBLISHED
 from posttrain.types import derive_seed
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PHASES = {"sft": ("train_phase1_sft", "phase1_sft.yaml"), "dpo": ("train_phase2_dpo", "phase2_dpo.yaml")}
+COLUMNS = {"sft": ("messages",), "dpo": ("chosen", "rejected")}
 CONTESTANTS = {"ours": "ours", "trl": "TRL", "trl_keeps": "TRL -gc"}  # the last keeps its activations
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4),
@@ -47,7 +48,7 @@ FRAME = 3  # tokens around a message: <|im_start|>, its role, <|im_end|>
 
 
 def make_model(folder: Path, size: str, vocabulary: int) -> None:
-    """A Llama or ConvGPT of random numbers, and a tokenizer of whole words: both sides make the same tokens of a text.
+    """A model of random numbers, and a tokenizer of whole words: both sides make the same tokens of a text.
 
     The numbers are large, so that each token has a log-prob of its own: a wrong mask shows in the loss.
     """
@@ -57,6 +58,9 @@ def make_model(folder: Path, size: str, vocabulary: int) -> None:
     if size == "convgpt":  # in all else as published
         ids: dict[str, Any] = dict(pad_token_id=0, bos_token_id=None, eos_token_id=WORDS.index(END))
         ConvGPTForCausalLM(ConvGPTConfig(**common, **ids)).save_pretrained(folder)
+    elif size == "qwen2.5-0.5b":
+        shape = PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"][1] | common
+        Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(folder)
     else:
         LlamaForCausalLM(LlamaConfig(**common, **SHAPES[size])).save_pretrained(folder)
 
@@ -107,6 +111,12 @@ def tokens_of(messages: list[dict[str, str]]) -> int:
     return sum(len(message["content"].split()) + FRAME for message in messages)
 
 
+def lengths_of(phase: str, file: Path) -> list[int]:
+    """The tokens of each conversation, or of each answer of a pair with its prompt."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [tokens_of(row[side]) for row in rows for side in COLUMNS[phase]]
+
+
 def settings_of(phase: str, folder: Path, given: Any) -> dict[str, Any]:
     """The config of the phase, on these rows: weights that stay, no evaluation, no checkpoint, TRL's default loss."""
     file = CONFIGS / ("" if given.device == "cuda" else "quickstart") / PHASES[phase][1]
@@ -124,6 +134,29 @@ def settings_of(phase: str, folder: Path, given: Any) -> dict[str, Any]:
         settings["trainer"] |= {"loss_type": ["sigmoid"], "loss_weights": [1.0], "beta": 0.1}
     place = {"output_dir": tempfile.mkdtemp(dir=folder) + "/run", "device": given.device, "report_to": "none"}
     return settings | place | {"model": {"name_or_path": str(folder)}}
+
+
+def planned(
+    phase: str, settings: dict[str, Any], trainer: Any, figures: dict[str, Any], count: int
+) -> dict[str, float]:
+    """The plan's tokens a second of an update, and its seconds of the training, in the batches that were chosen."""
+    from posttrain.config.dpo import DPORun
+    from posttrain.config.sft import SFTRun
+    from posttrain.plan import seconds
+    from posttrain.plan.work import DataRows
+    from posttrain.runtime import hardware
+
+    args = trainer.args
+    cfg: Any = hardware.settle({"sft": SFTRun, "dpo": DPORun}[phase].model_validate(settings))
+    rows, chosen = args.per_device_train_batch_size, {"bf16": args.bf16}
+    chosen |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": args.gradient_accumulation_steps}
+    cfg = hardware.with_trainer(cfg, gradient_checkpointing=args.gradient_checkpointing, **chosen)
+    data = DataRows.of(cfg, {"rows": count, "tokens": figures["tokens"] / count})
+    data = data._replace(trained=figures["trained"] / figures["tokens"])
+    shape, fleet = _measure.shape_of(trainer.model.config), _measure.fleet(settings["device"])
+    found = seconds.of_rows(shape, cfg, fleet, data, rows, 1)
+    a_step = rows * args.gradient_accumulation_steps * data.tokens
+    return {"steady": a_step / found.iteration, "seconds": found.run}
 
 
 def ours(phase: str, folder: Path, given: Any) -> dict[str, Any]:
@@ -145,6 +178,7 @@ def ours(phase: str, folder: Path, given: Any) -> dict[str, Any]:
 
     def watched(trainer: Any, *args: Any, **more: Any) -> training.Outcome:
         figures.update(measure(trainer, lambda: fit(trainer, *args, **more), ahead))
+        figures["planned"] = planned(phase, settings, trainer, figures, len(trainer.train_dataset))
         return training.Outcome({})
 
     settings = settings_of(phase, folder, given)
@@ -164,8 +198,7 @@ def theirs(phase: str, folder: Path, given: Any, **more: Any) -> dict[str, Any]:
     from trl.trainer.sft_trainer import SFTTrainer
 
     rows = [json.loads(line) for line in (folder / f"{phase}.jsonl").read_text(encoding="utf-8").splitlines()]
-    columns = ("messages",) if phase == "sft" else ("chosen", "rejected")
-    data = Dataset.from_list([{name: row[name] for name in columns} for row in rows])
+    data = Dataset.from_list([{name: row[name] for name in COLUMNS[phase]} for row in rows])
     settings = settings_of(phase, folder, given)
     let_trl_load_convgpt()
     trainer = settings["trainer"]
@@ -216,7 +249,11 @@ def measure(trainer: Any, train: Callable[[], object], ahead: float = 0.0) -> di
     first = first_loss(trainer)
     trainer.add_callback(Clock())
     train()
-    done = {"epochs": trainer.state.epoch, "updates": trainer.state.global_step}
+    done: dict[str, Any] = {"epochs": trainer.state.epoch, "updates": trainer.state.global_step}
+    with trainer.accelerator.autocast():
+        half = torch.is_autocast_enabled(kind := trainer.args.device.type)
+        computed = torch.get_autocast_dtype(kind) if half else trainer.model.dtype
+    done["precision"] = f"{computed} over {trainer.model.dtype}".replace("torch.", "")
     done["peak"] = _measure.peak(trainer.args.device.type)
     if len(steps) > WARM:  # the first steps load kernels and find their memory
         (since, before), (until, after) = steps[WARM - 1], steps[-1]
@@ -239,13 +276,13 @@ def first_loss(trainer: Any) -> dict[str, float]:
         else:
             count = len(inputs["input_ids"]) // 2
             trained += int(inputs["completion_mask"][:, 1:].sum())
-            figures |= {f"logps/{side}": told[f"logps/{side}"][-1] for side in ("chosen", "rejected")}
+            figures |= {f"logps/{side}": float(told[f"logps/{side}"][-1]) for side in ("chosen", "rejected")}
         for name, value in figures.items():
             sums[name] = sums.get(name, 0.0) + value * count
         weight += count
     told.clear()
     means = {name: total / weight for name, total in sums.items()}
-    return {**means, "tokens": trainer._total_train_tokens - before, "trained": trained}
+    return {**means, "tokens": int(trainer._total_train_tokens - before), "trained": trained}
 
 
 def require_equal_work(phase: str, found: dict[str, dict[str, Any]], device: str) -> None:
@@ -256,6 +293,8 @@ def require_equal_work(phase: str, found: dict[str, dict[str, Any]], device: str
     near, far = (1e-5, 1e-3) if device == "cpu" else (1e-3, 1e-2)  # bfloat16 rounds
     first = found["ours"]
     for name, other in found.items():
+        if other["precision"] != first["precision"]:
+            sys.exit(f"{phase}: ours computes in {first['precision']}, {name} in {other['precision']}: not equal work.")
         wrong = [key for key in ("tokens", "trained", "epochs") if other[key] != first[key]]
         for key in ("loss",) if phase == "sft" else ("logps/chosen", "logps/rejected"):
             wrong += [key] if abs(other[key] - first[key]) > near * abs(first[key]) else []
@@ -276,17 +315,39 @@ def figures_of(name: str, phase: str, folder: Path, given: Any) -> dict[str, Any
 
 def contestant(name: str, phase: str, folder: Path, given: Any) -> dict[str, Any]:
     """One contestant, in a process of its own."""
-    command = [sys.executable, __file__, "--only", name, "--phase", phase, "--folder", str(folder)]
-    command += ["--device", given.device, *([] if given.epochs is None else ["--epochs", str(given.epochs)])]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    if done.returncode:
-        sys.exit(f"{name}, {phase}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    options = ["--only", name, "--phase", phase, "--folder", str(folder), "--device", given.device]
+    return _measure.alone(__file__, [*options, *([] if given.epochs is None else ["--epochs", str(given.epochs)])])
+
+
+def mfu(row: dict[str, Any], name: str, each: dict[str, Any], peak: float) -> float:
+    """The share of the peak: three passes over each row, and in DPO one of the reference; recomputation is not counted.
+
+    Ours asks the reference once, ahead of the steady updates; TRL asks it in each update.
+    """
+    again = row["phase"] == "dpo" and name != "ours"
+    if "steady" in each:
+        passes, seconds = 3 + again, row["tokens"] / each["steady"]
+    else:
+        passes, seconds = (3 + again) * row["epochs"] + (row["phase"] == "dpo" and not again), each["seconds"]
+    return passes * row["forward_flops"] / seconds / peak
+
+
+def beside_limits(results: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """MFU of each contestant, and the plan's rate of ours."""
+    shares = [median(mfu(row, name, each, results["TFLOP_s"] * 1e12) for each in row[name]) for name in CONTESTANTS]
+    if all("steady" in each for each in row["ours"]):
+        expected, rate = row["ours"][0]["planned"]["steady"], median(each["steady"] for each in row["ours"])
+    else:
+        tokens = row["epochs"] * row["tokens"]
+        expected = tokens / row["ours"][0]["planned"]["seconds"]
+        rate = tokens / median(each["seconds"] for each in row["ours"])
+    return [*(f"{share:.1%}" for share in shares), f"{expected:,.0f}", f"{expected / rate:.2f}"]
 
 
 def markdown(results: dict[str, Any]) -> str:
     cells, sizes = [], {}
     steady = all("steady" in each for row in results["rows"] for name in CONTESTANTS for each in row[name])
+    limited = all("forward_flops" in row for row in results["rows"])
     for row in results["rows"]:
         seconds = {name: [each["seconds"] for each in row[name]] for name in CONTESTANTS}
         speeds = [f"{row['epochs'] * row['tokens'] / median(times):,.0f}" for times in seconds.values()]
@@ -298,6 +359,7 @@ def markdown(results: dict[str, Any]) -> str:
             rates = [[each["steady"] for each in row[name]] for name in CONTESTANTS]
             cells[-1] += [f"{median(each):,.0f}" for each in rates]
             cells[-1] += [_measure.ratio(rates[0], each) for each in rates[1:]]
+        cells[-1] += beside_limits(results, row) if limited else []
         sizes[row["phase"]] = (
             f"{row['phase']} {row['tokens']:,} tokens in {results['count']} rows, {row['trained']:,} of them trained, "
             f"{row['epochs']:g} epoch(s)"
@@ -306,6 +368,8 @@ def markdown(results: dict[str, Any]) -> str:
     header = ["phase", "vocabulary", *speeds, "ours vs TRL", "ours vs TRL -gc", "ahead", *peaks]
     if steady:
         header += [f"{told} tok/s, steady" for told in CONTESTANTS.values()] + ["steady vs TRL", "steady vs TRL -gc"]
+    if limited:
+        header += [f"{told} MFU" for told in CONTESTANTS.values()] + ["planned tok/s", "measured / planned, s"]
     size = f"{results['size']}; {'; '.join(sizes.values())}. Medians of {results['repeats']} processes each."
     return f"{_measure.told(results)}\n{size}\n\n{_measure.table(header, cells)}"
 
@@ -313,7 +377,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--phase", choices=PHASES, nargs="+", default=list(PHASES))
-    parser.add_argument("--size", choices=[*SHAPES, "convgpt"], default="tiny")
+    parser.add_argument("--size", choices=[*SHAPES, "convgpt", "qwen2.5-0.5b"], default="tiny")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--rows", type=int, default=64, help="conversations, and pairs of answers")
     parser.add_argument("--epochs", type=float, help="epochs over the rows; unless given, those of the config")
@@ -322,6 +386,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="with --only: where model and rows lie")
     given = parser.parse_args()
     _measure.threads()
+    os.environ["HF_HUB_OFFLINE"] = "1"
     if given.only:
         print(json.dumps(figures_of(given.only, given.phase[0], given.folder, given)))
         return
@@ -340,13 +405,21 @@ def main() -> None:
                 first = {name: each[0] for name, each in found.items()}
                 require_equal_work(phase, first, given.device)
                 same = {figure: first["ours"][figure] for figure in ("tokens", "trained", "epochs", "loss")}
+                shape = _measure.shape_of(AutoConfig.from_pretrained(folder))
+                lengths = lengths_of(phase, folder / f"{phase}.jsonl")
+                same["forward_flops"] = _measure.forward_flops(shape, lengths, same["trained"])
                 rows.append({"phase": phase, "vocabulary": vocabulary} | same | found)
 
-    results = _measure.surroundings(given.device) | {
-        **{key: value for key, value in vars(given).items() if key not in ("json", "only", "folder", "rows")},
-        "count": given.rows,
-        "rows": rows,
-    }
+    bf16 = rows[0]["ours"][0]["precision"].startswith("bfloat16")
+    results = (
+        _measure.surroundings(given.device)
+        | _measure.limits(given.device, bf16).told
+        | {
+            **{key: value for key, value in vars(given).items() if key not in ("json", "only", "folder", "rows")},
+            "count": given.rows,
+            "rows": rows,
+        }
+    )
     _measure.publish(results, markdown(results), given.json)
 
 

@@ -33,6 +33,8 @@ import _measure
 from _measure import PAD, SHAPES
 
 from posttrain.models.chat import Chat
+from posttrain.plan import seconds as plan_seconds
+from posttrain.plan.parts import Numbers
 from posttrain.rollout.engines.base import Sampler, TurnRequest
 from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.rollout.engines.replay import ReplaySampler
@@ -275,39 +277,11 @@ class Inside:
 
     def __call__(self, params: SamplingParams) -> Played:
         marks = [time.perf_counter()]
-        with forwards(self.model) as spent:
+        with _measure.forwards(self.model) as spent:
             played = play(self.sampler, self.chat, self.said, params, marks)
         self.turns.append([after - before for before, after in pairwise(marks)])
         self.outside.append(1 - sum(spent) / (marks[-1] - marks[0]))
         return played
-
-
-@contextmanager
-def forwards(model: Any) -> Iterator[list[float]]:
-    """The seconds of each forward pass, of the whole model or of its body alone."""
-    spent: list[float] = []
-    open_calls: list[float] = []  # the body's call is part of the model's
-
-    def now() -> float:
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def begin(*_: object) -> None:
-        open_calls.append(now())
-
-    def end(*_: object) -> None:
-        start = open_calls.pop()
-        if not open_calls:
-            spent.append(now() - start)
-
-    hooks = [module.register_forward_pre_hook(begin) for module in (model, model.base_model)]
-    hooks += [module.register_forward_hook(end) for module in (model, model.base_model)]
-    try:
-        yield spent
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @cache
@@ -351,9 +325,21 @@ def once(made: dict[str, Contestant], name: str, params: SamplingParams, work: d
     work[name] = (played.context, sum(map(len, played.sampled)))
 
 
+def beside_limits(model: Any, chat: Chat, said: Script, context: int, sampled: int, device: str) -> dict[str, Any]:
+    """Bytes that decoding reads at least, and the plan's seconds with launched steps and with CUDA graphs."""
+    count, size, shape = len(said.prompts), model.dtype.itemsize, _measure.shape_of(model.config)
+    prompt = sum(len(chat.prompt([{"role": "user", "content": text}])) for text in said.prompts)
+    work = _measure.episodes_of(count, GROUP, count * said.turns, prompt, sampled, context)
+    cost = plan_seconds.Cost(shape, Numbers(size, size, "full", False, False), _measure.fleet(device))
+    ways = {"slots": True, "graphs": False} if device == "cuda" else {"slots": True}
+    expected = {name: plan_seconds.rollout(cost, work, count, GROUP, count, way) for name, way in ways.items()}
+    return {"read": _measure.decoding_bytes(shape, count, work, size), "planned": expected}
+
+
 def markdown(results: dict[str, Any]) -> str:
     """Turns of all conversations and sampled tokens per second at the median time; below it, our engine from inside."""
     rows, inside = [], []
+    limited = all("read" in row for row in results["rows"])
     for row in results["rows"]:
         who = [f"{row['model']} {row['parameters'] / 1e6:.1f}M", str(row["turns"]), f"{row['context']:,}"]
         ours = row["seconds"]["slots"]
@@ -361,10 +347,15 @@ def markdown(results: dict[str, Any]) -> str:
             turns = results["conversations"] * row["turns"] / median(seconds)
             speeds = [f"{turns:.1f}", f"{row['sampled'] / median(seconds):.0f}"]
             rows.append([*who, name, *speeds, "" if name == "slots" else _measure.ratio(seconds, ours)])
+            if limited:
+                expected = row["planned"].get(name)
+                share = f"{row['read'] / median(seconds) / results['GB_s'] / 1e9:.1%}"
+                rows[-1] += [share, f"{median(seconds) / expected:.2f}" if expected else ""]
         second, last = ([turns[n] for turns in row["turn_seconds"]] for n in (1, -1))
         times = [f"{median(second):.3f}", f"{median(last):.3f}", f"{median(last) / median(second):.2f}"]
         inside.append([*who[:2], *times, f"{median(row['outside']):.1%}"])
     header = ["model", "turns", "context tokens", "engine", "env turns/s", "tok/s", "slots are faster by"]
+    header += ["of the bandwidth", "measured / planned"] if limited else []
     tokens = f"{'1 to ' if results['ragged'] else ''}{results['new_tokens']} tokens a turn"
     size = f"{results['conversations']} conversations, {tokens}, {results['dtype']}"
     below = ["slots", "turns", "seconds of turn 2", "of the last turn", "last / second", "outside the model's forward"]
@@ -432,13 +423,18 @@ def main() -> None:
                     )
                 context, sampled = work["slots"]
                 row = dict(model=kind, parameters=model.num_parameters(), turns=turns, context=context, sampled=sampled)
+                row |= beside_limits(model, chat, said, context, sampled, given.device)
                 rows.append(row | dict(seconds=seconds, turn_seconds=inside.turns, outside=inside.outside))
 
-    results = _measure.surroundings(given.device) | {
-        "dtype": str(dtype).removeprefix("torch."),
-        **{key: value for key, value in vars(given).items() if key != "json"},
-        "rows": rows,
-    }
+    results = (
+        _measure.surroundings(given.device)
+        | _measure.limits(given.device).told
+        | {
+            "dtype": str(dtype).removeprefix("torch."),
+            **{key: value for key, value in vars(given).items() if key != "json"},
+            "rows": rows,
+        }
+    )
     _measure.publish(results, markdown(results), given.json)
 
 

@@ -1,12 +1,13 @@
-"""Which tables do the README and docs/results.md show?  Each from files in results/.
+"""Which tables do the README, docs/results.md and RESULTS.md show?  Each from files in results/.
 
     python benchmarks/tables.py               # all of them
     python benchmarks/tables.py quickstart    # results/quickstart.json: parts of the results.json of `make quickstart`
     python benchmarks/tables.py seeds         # that and results/quickstart-seed*.json, by "Another seed" of decisions
     python benchmarks/tables.py smollm2       # results/smollm2.json, by configs/smollm2/evaluate.yaml
     python benchmarks/tables.py ragen         # results/ragen_levels.jsonl, by long/ragen_levels.py
+    python benchmarks/tables.py gpu           # aims on a GPU beside results/gpu-*.json, by gpu.py
 
-A test compares them with these texts; the table of the seeds stands in docs/results.md.
+A test compares them with these texts; the table of the seeds stands in docs/results.md, that of GPUs in RESULTS.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -143,11 +144,110 @@ def _mean(shares: Sequence[float]) -> str:
     return f"{fmean(shares):.2f}{spread}"
 
 
+class Aim(NamedTuple):
+    """Aim("decoding, ConvGPT-164M, 128 x 512: share of the copy's bandwidth", .45, "{:.0%}", share)"""
+
+    what: str
+    least: float  # or with a minus sign the most
+    form: str
+    of: Callable[[Record], float | None]  # in a file of figures, if they are there
+
+
+def decoded(model: str, key: str) -> Callable[[Record], float | None]:
+    """A figure of CUDA graphs in block A."""
+
+    def of(figures: Record) -> float | None:
+        rows = [row for row in figures.get("rows", ()) if row.get("what") == "decode" and row["model"] == model]
+        return next((row[key] for row in rows if row["way"] == "graph" and key in row), None)
+
+    return of
+
+
+def steps_of(figures: Record) -> dict[str, Record]:
+    """The figures of the steps of block B, by name, or those of phases.py alone."""
+    found = {row["step"]: row["figures"] for row in figures.get("steps", ()) if row.get("figures")}
+    if figures.get("size") == "convgpt":
+        found |= {row["phase"]: figures for row in figures["rows"]}
+    return found
+
+
+def of_step(name: str, read: Callable[[Record, Record], float]) -> Callable[[Record], float | None]:
+    """A figure of a step of block B, from what its script wrote and the first row of that."""
+
+    def of(figures: Record) -> float | None:
+        steps = steps_of(figures)
+        return read(steps[name], steps[name]["rows"][0]) if name in steps else None
+
+    return of
+
+
+def rate(_: Record, row: Record, side: str = "ours") -> float:
+    """Tokens a second of the steady updates, with the time of the log-probs that were computed ahead of them."""
+    ahead = median(each["ahead"] for each in row[side]) / row["epochs"]
+    return row["tokens"] / (row["tokens"] / median(each["steady"] for each in row[side]) + ahead)
+
+
+def used(figures: Record, row: Record) -> float:
+    """MFU of phase 1."""
+    return 3 * row["forward_flops"] / row["tokens"] * rate(figures, row) / figures["TFLOP_s"] / 1e12
+
+
+def pairs_share(figures: Record) -> float | None:
+    """The rate of phase 2 as a share of that of phase 1, in the same block."""
+    steps = steps_of(figures)
+    if not {"sft", "dpo"} <= steps.keys():
+        return None
+    sft, dpo = (rate(steps[name], steps[name]["rows"][0]) for name in ("sft", "dpo"))
+    return dpo / sft
+
+
+def seconds_of(_: Record, row: Record, side: str = "ours") -> float:
+    return median(one["rollout"] + one["update"] for each in row[side] for one in each["iterations"])
+
+
+def faster(figures: Record, row: Record) -> float:
+    """Times TRL as it comes: in phases.py or iteration.py."""
+    if "phase" in row:
+        return rate(figures, row) / rate(figures, row, "trl")
+    return seconds_of(figures, row, "trl") / seconds_of(figures, row)
+
+
+GPU_AIMS = (
+    Aim("ConvGPT-164M: SFT, tokens/s", 100_000, "{:,.0f}", of_step("sft", rate)),
+    Aim("SFT, MFU", 0.18, "{:.0%}", of_step("sft", used)),
+    Aim("SFT beside TRL", 1.5, "{:.1f}x", of_step("sft", faster)),
+    Aim("DPO, of SFT's rate", 0.4, "{:.0%}", pairs_share),
+    Aim("DPO beside TRL", 1.5, "{:.1f}x", of_step("dpo", faster)),
+    Aim("an iteration beside TRL", 3, "{:.1f}x", of_step("iteration", faster)),
+    Aim("decoding 128 x 512 by CUDA graphs, of the copy's bandwidth", 0.45, "{:.0%}", decoded("convgpt", "bandwidth")),
+    Aim("Qwen2.5-0.5B: SFT, tokens/s", 100_000, "{:,.0f}", of_step("sft-qwen", rate)),
+    Aim("decoding 256 rows by CUDA graphs, tokens/s", 20_000, "{:,.0f}", decoded("qwen", "tokens_per_s")),
+    Aim("an iteration of 8 x 16 episodes of 5 turns, s", -10, "{:.1f}", of_step("iteration-qwen", seconds_of)),
+)
+
+
+def gpu() -> str:
+    """A row for each aim and each file that has its figure, with card and commit."""
+    files = sorted([*RESULTS.glob("gpu-*.json"), *RESULTS.glob("phases-*-h?00.json")])
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    cells = []
+    for aim in GPU_AIMS:
+        told = [aim.what, f"at {'least' if aim.least > 0 else 'most'} {aim.form.format(abs(aim.least))}"]
+        found = [(value, figures) for figures in results if (value := aim.of(figures)) is not None]
+        for value, figures in found:
+            reached = value >= aim.least if aim.least > 0 else value <= -aim.least
+            where = f"{figures['machine']}, {figures['commit']}"
+            cells.append([*told, aim.form.format(value), f"{'reached' if reached else 'missed'} ({where})"])
+        cells += [] if found else [[*told, "not yet measured", ""]]
+    return table(["on a GPU", "aim", "measured", ""], cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "quickstart": lambda: of_checkpoints("quickstart", QUICKSTART),
     "seeds": seeds,
     "smollm2": lambda: of_checkpoints("smollm2", SMOLLM2),
     "ragen": ragen,
+    "gpu": gpu,
 }
 
 
