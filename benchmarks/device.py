@@ -30,6 +30,7 @@ from posttrain.plan.devices import OPERATIONS, Device, Fleet
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import Episodes
+from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory
 
@@ -93,7 +94,7 @@ def limits(kind: str) -> Device:
     return Device(kind, 0, bandwidth / 1e9, peak / 1e12, peak / 1e12, link=1, network=1, waits=not gpu)
 
 
-def config_of(work: Work, *, bf16: bool, gradient_checkpointing: bool | None = None) -> StarPORun:
+def config_of(work: Work, **trainer: Any) -> StarPORun:
     """A run of phase 3 with this work."""
     return StarPORun.model_validate(
         {
@@ -107,7 +108,7 @@ def config_of(work: Work, *, bf16: bool, gradient_checkpointing: bool | None = N
                 "max_completion_length": work.new,
             },
             "algorithm": {"num_iterations": 1, "minibatches": 1, "filter": {"strategy": "none", "keep_zero": True}},
-            "trainer": {"bf16": bf16, "gradient_checkpointing": gradient_checkpointing},
+            "trainer": trainer,
         }
     )
 
@@ -151,13 +152,13 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     kind, device = given.device, limits(given.device)
     name, sizes = MODELS[given.model[0]]
     model = _measure.model_of(name, sizes | _measure.ENDLESS, kind).eval()
-    own = {"bf16": kind == "cuda"}
+    own = {"bf16": kind == "cuda", "torch_compile": kind == "cuda"}  # as runs are by default
     cfg = config_of(work, **own)
     shape = plan.Shape.of(model.config, cfg.model)
     planned = plan.choose(shape, cfg, plan.Place(int(given.memory * 1e9), cuda=kind == "cuda"))
     own["gradient_checkpointing"] = planned.gradient_checkpointing
     cfg = config_of(work, **own)
-    engine = SlotSampler(model, [shape.vocabulary], 0, work.context)
+    engine = (GraphSampler if planned.cuda_graphs else SlotSampler)(model, [shape.vocabulary], 0, work.context)
     precision = torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
     def seconds(what: Work) -> list[float]:
