@@ -396,18 +396,18 @@ def test_servers_play_side_by_side_and_ahead_of_the_learner() -> None:
     evaluating = [each.run - 10 * sum(each.parts.values()) for each in (served.seconds, alone.seconds)]
     assert 0 < evaluating[0] < evaluating[1]  # two servers evaluate as well
     assert ahead.seconds.run < served.seconds.run
-    for planned, devices_paid in ((alone, 1), (served, 3)):
-        assert planned.hours and planned.dollars
-        assert planned.dollars == pytest.approx([hours * 4.5 * devices_paid for hours in planned.hours])
+    for each, devices_paid in ((alone, 1), (served, 3)):
+        assert each.hours and each.dollars
+        assert each.dollars == pytest.approx([hours * 4.5 * devices_paid for hours in each.hours])
 
 
 def test_the_seconds_of_a_plain_case() -> None:
     """Decoding reads two bytes of every weight and of the cache; a forward pass takes two operations a weight."""
     numbers = Numbers(4, 2, "full", False, False, compiled=True)
     cost = seconds.Cost(SHAPE, numbers, Fleet(GPU._replace(operation=0.0)))
-    read = 2 * 64 * 600 * SHAPE.cache / 300e9
+    read = 2 * 64 * 1600 * SHAPE.cache / 300e9
     read += (2 * (SHAPE.blocks + SHAPE.top) + 32 * 64 * SHAPE.vocabulary) / 480e9
-    assert cost.decodes(100, 64, 600) == pytest.approx(100 * read)
+    assert cost.decodes(100, 64, 1600) == pytest.approx(100 * read)
     moved = 2 * 1000 * cost.moved / 480e9
     assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
     waiting = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU))
