@@ -30,7 +30,7 @@ from posttrain.config.sft import SFTRun
 from posttrain.config.shared import ModelSection
 from posttrain.config.starpo import StarPORun
 from posttrain.config.yaml_file import read_yaml
-from posttrain.plan import devices, episodes, known_models, report, rows, seconds
+from posttrain.plan import devices, episodes, known_models, parts, report, rows, seconds
 from posttrain.plan.devices import Device, Fleet
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.plan.parts import Numbers
@@ -41,6 +41,7 @@ HERE = Path(__file__).parent
 LABELS = "planned as if every token had a label; a third has none"
 SAMPLED = "planned as if every token were sampled, and a quarter or a third is"
 GIB = 2**30
+NEW = 64  # tokens that a turn of gpu.py's decoding has
 
 
 class Compared(NamedTuple):
@@ -113,14 +114,14 @@ def of_results() -> Iterator[Compared]:
             shape = shape_of(row["model"], _measure.SHAPES[size][row["model"]])
             name = f"{row['model']} {shape.parameters / 1e6:.1f}M"
             steps = [step for each in row["ours"] for step in each["iterations"]]
-            parts, peak, _ = iteration_of(shape, cfg, work, device)
-            yield Compared(f"rollout, {name}", "s", parts["rollout"], median(step["rollout"] for step in steps))
+            took, peak, _ = iteration_of(shape, cfg, work, device)
+            yield Compared(f"rollout, {name}", "s", took["rollout"], median(step["rollout"] for step in steps))
             why = (
                 "its layers are 64 wide, and the peak is that of products 1,024 wide"
                 if row["model"] == "convgpt"
                 else ""
             )
-            yield Compared(f"update, {name}", "s", parts["update"], median(step["update"] for step in steps), why)
+            yield Compared(f"update, {name}", "s", took["update"], median(step["update"] for step in steps), why)
             why = SAMPLED if size == "40m" else ""
             yield Compared(f"peak, {name}", "GiB", peak, median(each["peak"] for each in row["ours"]), why)
     found = json.loads((HERE / "results" / "rollout-164m.json").read_text(encoding="utf-8"))
@@ -128,8 +129,8 @@ def of_results() -> Iterator[Compared]:
     shape = shape_of("convgpt", _measure.SHAPES["convgpt-164m"]["convgpt"])
     cfg = iteration.config(groups=4, num_generations=8)
     work = Episodes(4, 8, turns=5, prompt=120, new=24, reply=35)
-    parts, *_ = iteration_of(shape, cfg, work, device)
-    yield Compared("rollout, convgpt 164M", "s", parts["rollout"], median(row["seconds"]["slots"]))
+    took, *_ = iteration_of(shape, cfg, work, device)
+    yield Compared("rollout, convgpt 164M", "s", took["rollout"], median(row["seconds"]["slots"]))
     yield from _updates(device)
     yield from _phases(device)
 
@@ -154,9 +155,52 @@ def of_gpu() -> Iterator[Compared]:
             planned = cost.learns(count, count, row["tokens"] / 2)
         title = f"{name}, {row['model']}, {row['rows']} x {row.get('tokens', row.get('positions'))}, {row['way']}"
         title += ", recomputed" if recomputed else ""
-        why = "the same without recomputation and without `lean` took 105 ms" if row["way"] == "lean compiled" else ""
+        why = "as many kernels took 105 ms without `lean`" if row["way"] == "lean compiled" else ""
         took = row.get("ms", row.get("ms_a_step"))
         yield Compared(title, "ms", planned * 1e3, took, why if planned * 1e3 < 0.7 * took else "")
+        if row["what"] == "train":
+            held = _trained_bytes(cost.shape, numbers, count)
+            yield Compared(f"its peak, {title.partition(', ')[2]}", "GiB", held / GIB, row["peak_gib"])
+        else:
+            total = parts.weights(cost.shape, numbers) + parts.copies(cost.shape, numbers, kept=True)
+            longest = row["positions"] + NEW
+            held = parts.conversations(cost.shape, 2, row["rows"], longest, row["positions"] - NEW // 2)
+            yield Compared(
+                f"its peak, {title.partition(', ')[2]}", "GiB", (total + sum(held.values())) / GIB, row["peak_gib"]
+            )
+    yield from _gpu_steps()
+
+
+def _trained_bytes(shape: Shape, numbers: Numbers, tokens: int) -> float:
+    """Bytes of a first micro-batch without an optimizer, as gpu.py runs it; its logits are 8,192 columns at a time."""
+    token = parts.OfAToken.of(shape, numbers)
+    tile = parts.output_tile(shape, numbers.computed, tokens, 8192, cuda=True)
+    head = 2 * parts.FLOAT * shape.vocabulary * shape.states
+    held = parts.weights(shape, numbers) + parts.copies(shape, numbers, kept=not numbers.recomputed) + head
+    return held + token.activations(tokens) + max(tokens * token.at_work, tile)
+
+
+def _gpu_steps() -> Iterator[Compared]:
+    """Optimizer steps of phases 1 and 2 on GPUs, ConvGPT, its layers not compiled."""
+    kind, sizes = PUBLISHED["mkurman/ConvGPT-0.2B-SYNTH-250B-EC"]
+    shape = shape_of(kind, sizes)
+    found = json.loads((HERE / "results" / "steps-h200.json").read_text(encoding="utf-8"))
+    steps = [("H200", row) for row in found["rows"]]
+    found = json.loads((HERE / "results" / "phases-dpo-h100.json").read_text(encoding="utf-8"))
+    (row,), (mine,) = found["rows"], found["rows"][0]["ours"]
+    length = row["tokens"] / found["count"]  # of a pair; two were read at a time, and activations kept
+    own = {"phase": "dpo", "rows": 16, "tokens": length, "at_once": 2, "recomputed": False}
+    steps.append(("H100", own | {"seconds": 16 * length / mine["steady"]}))
+    for name, row in steps:
+        numbers = Numbers(4, 2, "full", row["recomputed"], eight_bits=False)
+        (fleet,) = devices.fleets(name)
+        cost = seconds.Cost(shape, numbers, fleet)
+        count, behind = row["rows"] * row["tokens"], row["tokens"] / (1 if row["phase"] == "sft" else 2)
+        pieces = row["rows"] / row["at_once"]
+        planned = cost.learns(count, count, behind, pieces) + cost.steps(shape.parameters, pieces)
+        title = f"a step of {row['phase']}, convgpt, {row['rows']} x {row['tokens']:.0f}, eager"
+        title += ", recomputed" if row["recomputed"] else ""
+        yield Compared(f"{title}, {name}", "s", planned, row["seconds"])
 
 
 def _updates(device: Device) -> Iterator[Compared]:
@@ -169,9 +213,9 @@ def _updates(device: Device) -> Iterator[Compared]:
         cfg = iteration.config(groups=2, num_generations=8)
         # 251 tokens an episode, 66 of them sampled
         work = Episodes(2, 8, turns=3.6, prompt=100, new=18.3, reply=30)
-        parts, _, peak = iteration_of(shape, cfg, work, device)
+        took, _, peak = iteration_of(shape, cfg, work, device)
         name = f"llama of 4 layers, {row['vocabulary'] // 1024}k words"
-        yield Compared(f"update, {name}", "s", parts["update"], median(each["seconds"][-1] for each in row["ours"]))
+        yield Compared(f"update, {name}", "s", took["update"], median(each["seconds"][-1] for each in row["ours"]))
         yield Compared(f"peak, {name}", "GiB", peak, median(each["peak"] for each in row["ours"]), SAMPLED)
 
 
@@ -254,7 +298,7 @@ def of_published() -> Iterator[Compared]:
     yield Compared("memory, LoRA to full, 0.5B (RAGEN, app. D)", "", share, 23 / 48, why)
 
     waiting = cost_of(small, "A100-40").decodes(1, 1, 256, launched=True)
-    why = "its host launches an operation in 18 microseconds, and that of an H100 took 37, which is planned with"
+    why = "another engine: on the same CPU its step of 24 narrow layers takes half as long as ours launched one by one"
     yield Compared("transformers' generate, Qwen2-0.5B, A100, one row", "tokens/s", 1 / waiting, 49.9, why)
     four = shape_of(
         "qwen3",
@@ -262,13 +306,11 @@ def of_published() -> Iterator[Compared]:
              num_key_value_heads=8, head_dim=128, tie_word_embeddings=True),
     )  # fmt: skip
     cost = cost_of(four, "RTX3090:memory=24,bandwidth=936,peak=71")
-    why = "its host launches an operation in 12 microseconds"
+    why = "the same, and a host that launches an operation in 12 microseconds"
     yield Compared(
         "generate, Qwen3-4B, RTX 3090, one row", "tokens/s", 1 / cost.decodes(1, 1, 256, launched=True), 48.7, why
     )
-    why = "one row reads weights alone, at nearly all of the bandwidth; the half is for a ragged cache of many rows"
-    found = 1 / cost.decodes(1, 1, 256)
-    yield Compared("the same with CUDA graphs", "tokens/s", found, 109.8, why)
+    yield Compared("the same with CUDA graphs", "tokens/s", 1 / cost.decodes(1, 1, 256), 109.8)
 
     planned, _ = episodes_on("Qwen2.5-0.5B", "H100", **{"algorithm.filter": "{strategy: none, keep_zero: true}"})
     assert planned.seconds is not None

@@ -38,6 +38,7 @@ class Device(NamedTuple):
     price: float | None = None  # dollars an hour; None if unknown
     operation: float = 36e-6  # seconds in which Python launches one operation
     waits: bool = False  # True for a CPU, which computes between launches; a GPU computes during them
+    measured: bool = False  # whether the plan was compared with seconds of this device (benchmarks/plan.py results)
 
     @property
     def cuda(self) -> bool:
@@ -53,8 +54,8 @@ DEVICES = [
     Device("L4", 24, 300, 121, 30.3, 32, 1.56, 0.80),
     Device("A100-40", 40, 1555, 312, 19.5, 300, 6.25, 1.99),
     Device("A100-80", 80, 2039, 312, 19.5, 300, 6.25, 2.50),
-    Device("H100", 80, 3350, 989, 67, 450, 50, 4.50),
-    Device("H200", 141, 4800, 989, 67, 450, 50, 5.00),
+    Device("H100", 80, 3350, 989, 67, 450, 50, 4.50, measured=True),
+    Device("H200", 141, 4800, 989, 67, 450, 50, 5.00, measured=True),
 ]
 PRICED = "dollars: Hugging Face Inference Endpoints, autumn 2025; A100-40: Lambda, September 2026"
 

@@ -247,7 +247,9 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
     share = episodes * contexts * context // (cfg.algorithm.minibatches * processes)
     cap = max(context, min(share, MOST_TOKENS["cuda" if cuda else "cpu"]))
 
-    base = held + vllm + sum(always(shape, cfg, shards).values())
+    there = {"held already": held, "vLLM": vllm} | always(shape, cfg, shards)
+    there["kernels"] = parts.kernels(Numbers.of(cfg, shards), cuda)
+    base = sum(there.values())
     budget = held + free * (1 - MARGIN)
 
     def stays(count: int) -> Parts:
@@ -283,7 +285,7 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
         lambda count: max(step, learns(count)),
     )
     by_phase = {
-        "always": {"held already": held, "vLLM": vllm} | always(shape, cfg, shards) | stays(slots or 1),
+        "always": there | stays(slots or 1),
         "playing": comes(slots or 1),
         "learning": learning(shape, cfg, max(context, min(tokens or context, share)), cuda, shards),
         "stepping": stepping(shape, cfg, shards),

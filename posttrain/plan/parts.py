@@ -18,6 +18,7 @@ from posttrain.runtime import TOKEN_CHUNK_SIZE, trainer_field
 MARGIN = 0.15  # share of the free memory for what the formulas leave out: fragments and workspaces
 FLOAT = 4  # bytes of a float32
 SAMPLING = 32  # bytes of a logit in the precisions of sampling.py
+KERNELS = 2**28  # bytes that oneDNN keeps for products in bfloat16 on a CPU, with the limit of runtime/hardware.py
 FOUR_BITS = 0.5 + (1 + 4 / 256) / 64  # bytes of a number under QLoRA: 64 share a scale, 256 scales share another
 EIGHT_BITS = 1 + 4 / 256  # bytes of a moment of an 8-bit optimizer: 256 share a scale
 Parts = dict[str, int]  # bytes by name
@@ -80,6 +81,11 @@ def moments(trained: int, numbers: Numbers) -> int:
     return numbers.mine(2 * trained * (EIGHT_BITS if numbers.eight_bits else FLOAT))
 
 
+def kernels(numbers: Numbers, cuda: bool) -> int:
+    """Return the bytes of what oneDNN keeps for its products (an estimate)."""
+    return 0 if cuda or numbers.computed == FLOAT else KERNELS
+
+
 # --------------------------------------------------------------------------------------------------------- at one time
 
 
@@ -133,30 +139,34 @@ class OfAToken(NamedTuple):
     """Bytes of one token in a forward and backward pass.
 
     An estimate for a decoder with a gated MLP and fused attention (after Korthikanti et al., arXiv 2205.05198, section
-    4): norms and their inputs in float32, everything else in `numbers.computed` bytes.
+    4): norms and their inputs in float32, everything else in `numbers.computed` bytes. Compiled layers keep the inputs
+    of products and attention, by what torch's partitioner chooses for ConvGPT, Llama and Qwen2.
     """
 
     before: int  # kept of the layers before the blocks (ConvGPT)
     kept: int  # kept of the blocks; with gradient checkpointing only their inputs
     behind: int  # kept of the layers after the blocks
     at_work: int  # gradients inside a layer, and with gradient checkpointing its activations
-    moved: int  # what all blocks write for their backward pass, whether it is kept or not
+    moved: int  # what all blocks write for their backward pass if they are not compiled, whether it is kept or not
 
     @classmethod
     def of(cls, shape: Shape, numbers: Numbers) -> OfAToken:
         """Return the bytes of a token for a model and a precision."""
         size, attention = numbers.computed, shape.query + shape.key_value
         norms = 6 * shape.hidden + 2 * attention + attention // 4  # the last: statistics of heads
-        block = FLOAT * norms + size * (4 * shape.intermediate + 2 * attention)
-        at_work = size * max(6 * shape.intermediate, 2 * shape.behind + shape.states)
-        if numbers.recomputed:
-            at_work = size * 2 * shape.intermediate + block
+        block = whole = FLOAT * norms + size * (4 * shape.intermediate + 2 * attention)
+        if numbers.compiled:  # the rest is computed again within the backward pass
+            block = FLOAT * 2 * shape.hidden + size * (2 * shape.hidden + 3 * shape.intermediate + 3 * attention)
+        inside = size * 2 * shape.intermediate + block if numbers.recomputed else size * 6 * shape.intermediate
+        behind = size * 4 * shape.behind
+        # what is kept behind the blocks is freed when their backward pass begins
+        at_work = max(size * (2 * shape.behind + shape.states), inside - behind)
         return cls(
             before=size * (shape.embedding + 3 * shape.hidden) if shape.embedding != shape.hidden else 0,
             kept=shape.layers * (FLOAT * shape.hidden if numbers.recomputed else block),
-            behind=size * 4 * shape.behind + FLOAT * 4 * shape.states,
+            behind=behind + FLOAT * 4 * shape.states,
             at_work=at_work,
-            moved=shape.layers * block,
+            moved=shape.layers * whole,
         )
 
     def activations(self, tokens: int) -> int:

@@ -17,7 +17,7 @@ from posttrain.plan import devices, episodes, known_models, rows, seconds
 from posttrain.plan.devices import Fleet
 from posttrain.plan.episodes import Place
 from posttrain.plan.parts import lines_of_parts, peak_bytes
-from posttrain.plan.seconds import Factors, Seconds
+from posttrain.plan.seconds import LEARNING, PLAYING, Factors, Range, Seconds
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import DataRows, Episodes
 from posttrain.runtime import hardware, launcher
@@ -49,13 +49,19 @@ class Planned(NamedTuple):
     servers: int = 0  # that play rollouts, a device each
 
     @property
-    def hours(self) -> float | None:
-        return self.seconds.run / 3600 if self.seconds else None
+    def hours(self) -> Range | None:
+        if self.seconds is None:
+            return None
+        low, high = Range.of(self.seconds.work, self.fleet.device)
+        return Range(low / 3600, high / 3600)
 
     @property
-    def dollars(self) -> float | None:
+    def dollars(self) -> Range | None:
         price = self.fleet.device.price
-        return None if self.hours is None or price is None else self.hours * price * (self.fleet.count + self.servers)
+        if self.hours is None or price is None:
+            return None
+        hourly = price * (self.fleet.count + self.servers)
+        return Range(self.hours.low * hourly, self.hours.high * hourly)
 
 
 def print_plan(cfg: Any, option: str, file: str) -> None:
@@ -188,10 +194,10 @@ def _on(fleet: Fleet, problem: str) -> str:
 
 
 def table(planned: Sequence[Planned], cfg: Any) -> str:
-    """Return the table: for each fleet the peak GiB by part, the largest batch that fits, seconds, hours, dollars."""
+    """Return the table: for each fleet the peak GiB by part, the largest batch that fits, likely seconds and hours."""
     names = next((list(one.seconds.parts) for one in planned if one.seconds), [])
     fits = "at a time" if isinstance(cfg, StarPORun) else "batch"
-    head = ["", "weights", *COLUMNS, "peak", "of", fits, *(f"{name} s" for name in names), "hours", "$"]
+    head = ["", "weights", *COLUMNS, "peak", "of", fits, *(f"{name} s" for name in names), "hours", "$", "measured on"]
     lines = [head]
     for one in planned:
         sizes = _columns(one.parts)
@@ -202,15 +208,27 @@ def table(planned: Sequence[Planned], cfg: Any) -> str:
         ]
         if one.seconds is None:
             lines.append(
-                [*cells, "", f"{one.memory / 2**30:.1f}", one.settings or "does not fit", *["" for _ in names], "", ""]
+                [
+                    *cells,
+                    "",
+                    f"{one.memory / 2**30:.1f}",
+                    one.settings or "does not fit",
+                    *["" for _ in names],
+                    "",
+                    "",
+                    "",
+                ]
             )
             continue
         batch = one.settings + (" (not as written)" if one.problem else "")
         cells += [f"{peak_bytes(one.parts) / 2**30:.1f}", f"{one.memory / 2**30:.1f}", batch]
-        cells += [f"{_short(value)}" for value in one.seconds.parts.values()]
-        lines.append([*cells, _short(one.seconds.run / 3600), "?" if one.dollars is None else f"{one.dollars:.2f}"])
+        device = one.fleet.device
+        kinds = {name: PLAYING if name == "rollout" else LEARNING for name in one.seconds.parts}
+        cells += [str(Range.of({kinds[name]: value}, device)) for name, value in one.seconds.parts.items()]
+        known = "CPUs" if device.waits else device.name if device.measured else "not this card"
+        lines.append([*cells, str(one.hours), str(one.dollars or "?"), known])
     width = [max(len(line[place]) for line in lines) for place in range(len(head))]
-    left = {0, 1, len(COLUMNS) + 4}
+    left = {0, 1, len(COLUMNS) + 4, len(head) - 1}
 
     def row(line: list[str]) -> str:
         cells = enumerate(zip(line, width, strict=True))
@@ -226,10 +244,6 @@ def _columns(parts: dict[str, dict[str, int]]) -> dict[str, int]:
         sizes = {phase: sum(size for part, size in each.items() if part in inside) for phase, each in parts.items()}
         columns[name] = sizes.pop("always") + max(sizes.values(), default=0)
     return columns
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}" if value < 9.95 else f"{value:.1f}" if value < 99.5 else f"{value:,.0f}"
 
 
 def _head(shape: Shape, cfg: Any, fleet: Fleet) -> str:
@@ -278,12 +292,19 @@ def _assumptions(cfg: Any, fleets: Sequence[Fleet]) -> str:
         "GiB a device. Sharded: parameters, gradients and moments (FSDP2). Assumed: products reach"
         f" {factors.matmul:.0%} of the peak, other kernels {factors.stream:.0%} of the bandwidth, decoding"
         f" {factors.decode:.0%};"
-        f" {device.operation * 1e6:.0f} microseconds to launch an operation. Micro-batches and decoding steps of an"
-        " H100 took 0.7 to 1.5 times the seconds of this plan; whole runs on GPUs are not yet measured. Hours are all"
-        " steps and"
+        f" {device.operation * 1e6:.0f} microseconds to launch an operation. {_likely(device)} Hours are all steps and"
         f" {also}; loading, checkpoints and downloads are not counted. {playing}{prices}Replace what you know"
         f" better: --plan A10G:price=0.6,{example}"
     )
+
+
+def _likely(device: devices.Device) -> str:
+    kind, where = ("cpu", "on CPUs") if device.waits else ("gpu", "of an H100 and an H200")
+    played, learned = ("{:g} to {:g}".format(*seconds.LIKELY[kind, work]) for work in (PLAYING, LEARNING))
+    words = f"Ranges: rollouts took {played} times and updates {learned} times what is planned"
+    if device.waits:
+        return f"{words}, {where}."
+    return f"{words}, in single steps {where}; whole runs on GPUs are not yet measured."
 
 
 def _lines(text: str) -> str:

@@ -112,6 +112,7 @@ def rows_memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Pa
             else 0,
             "optimizer": parts.moments(trained, numbers),
             "buckets of DDP": gradients if copied else 0,  # every gradient is copied into a bucket before it is summed
+            "kernels": parts.kernels(numbers, place.cuda),
         },
         "learning": {
             "gradients": numbers.mine(gradients) if waiting else 0,

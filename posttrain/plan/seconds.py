@@ -6,11 +6,11 @@ The factors below are the same for every model and device. They were not fitted 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from posttrain.config import StarPORun, Suite
-from posttrain.plan.devices import OPERATIONS, Fleet
+from posttrain.plan.devices import OPERATIONS, Device, Fleet
 from posttrain.plan.episodes import Plan, with_checkpointing
 from posttrain.plan.parts import FLOAT, SAMPLING, Numbers, OfAToken, trained_parameters
 from posttrain.plan.rows import RowSettings
@@ -26,8 +26,20 @@ class Factors(NamedTuple):
     matmul: float = 0.6
     # share of the bandwidth in kernels that only read and write, as in a copy
     stream: float = 0.8
-    # share of the bandwidth in decoding: products with few rows, and attention over a cache of unequal lengths
+    # share of the bandwidth in decoding: attention over a cache of unequal lengths, and on a CPU the weights as well,
+    # which it arranges anew for each product of few rows. A GPU reads them as a copy does.
     decode: float = 0.5
+
+
+PLAYING, LEARNING = "playing", "learning"  # kinds of work
+# What was measured takes so many times what is planned, at least and at most, by kind of device and of work: the rows
+# of `benchmarks/plan.py results` (its test compares them), and of `benchmarks/plan.py runs` for rollouts on a CPU.
+LIKELY = {
+    ("gpu", PLAYING): (0.7, 1.2),
+    ("gpu", LEARNING): (0.7, 1.5),
+    ("cpu", PLAYING): (0.9, 3.2),
+    ("cpu", LEARNING): (0.8, 1.6),
+}
 
 
 class Counts(NamedTuple):
@@ -64,14 +76,41 @@ GUESSED_PROMPT = 100  # tokens, assumed, of a prompt of `distillation` and of a 
 
 
 class Seconds(NamedTuple):
-    """The seconds of an iteration by part, and of the run: Seconds({"rollout": 20.1, "update": 2.2}, run=5400.0)"""
+    """The seconds of an iteration by part, and of the run by kind of work.
+
+    Seconds({"rollout": 20.1, "update": 2.2}, {"playing": 4900.0, "learning": 500.0})
+    """
 
     parts: dict[str, float]
-    run: float
+    work: dict[str, float]
+
+    @property
+    def run(self) -> float:
+        return sum(self.work.values())
 
     @property
     def iteration(self) -> float:
         return sum(self.parts.values())
+
+
+class Range(NamedTuple):
+    """What is likely where one number is planned: Range(0.9, 1.95)"""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, work: Mapping[str, float], device: Device) -> Range:
+        """Return the range of an amount that is planned by kind of work, such as seconds."""
+        kind = "cpu" if device.waits else "gpu"
+        low, high = (sum(LIKELY[kind, name][end] * planned for name, planned in work.items()) for end in (0, 1))
+        return cls(low, high)
+
+    def __str__(self) -> str:
+        if self.high < 0.005:
+            return "<0.01"
+        low, high = (f"{end:,.{0 if end >= 9.95 else 1 if end >= 0.995 else 2}f}" for end in self)
+        return low if low == high else f"{low}-{high}"
 
 
 class Cost:
@@ -136,8 +175,9 @@ class Cost:
     def decodes(self, tokens: float, rows: float, behind: float, launched: bool = False) -> float:
         """Return the seconds of `tokens` decoding steps, each of which reads the weights and the whole KV cache."""
         shape, size = self.shape, self.numbers.computed
-        numbers = shape.blocks + shape.top + rows * behind * shape.cache
-        read = size * numbers / (self.device.bandwidth * 1e9 * self.factors.decode)
+        ragged = self.device.bandwidth * 1e9 * self.factors.decode
+        weights = size * (shape.blocks + shape.top) / (self.stream if self.device.cuda else ragged)
+        read = weights + size * rows * behind * shape.cache / ragged
         read += SAMPLING * rows * shape.vocabulary / self.stream
         flops = forward_flops(shape, rows, behind) + head_flops(shape, rows)
         work = max(read, flops / self.flops)
@@ -189,7 +229,7 @@ def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: DataRows, rows: int, sha
     run = steps * (learning + stepping) + math.ceil(evaluations) * read(settings.held_out)  # on every device
     if settings.pairs:  # the reference computes the log-probs of every pair once
         run += read((data.rows + settings.held_out) / fleet.count)
-    return Seconds({"passes": learning, "optimizer": stepping}, run)
+    return Seconds({"passes": learning, "optimizer": stepping}, {LEARNING: run})
 
 
 # ------------------------------------------------------------------------------------------------------------ phase 3
@@ -220,13 +260,17 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
         _suite_seconds(cost, suite, players, plan.slots, launched) for suite in _suites(cfg)
     )
     evaluations = 1 + steps // every + bool(steps % every)
-    # with max_staleness the rollout of the next step runs during the update
-    run = steps * (moving + (max if cfg.rollout.max_staleness else sum)((playing, learning))) + evaluations * evaluation
-    run += plays(math.ceil(cfg.evaluation.final_episodes / players) * len(cfg.envs), 1)
+    evaluating = evaluations * evaluation
+    evaluating += plays(math.ceil(cfg.evaluation.final_episodes / players) * len(cfg.envs), 1)
     if cfg.distillation is not None and cfg.remembers:  # the first model's answers, before the first step
         answers = sum(source.rows or 10_000 for source in cfg.distillation.sources) / players
-        run += _answer_seconds(cost, answers, GUESSED_PROMPT, cfg.distillation.max_new_tokens, plan.slots, launched)
-    return Seconds({"rollout": moving + playing, "update": learning}, run)
+        new = cfg.distillation.max_new_tokens
+        evaluating += _answer_seconds(cost, answers, GUESSED_PROMPT, new, plan.slots, launched)
+    work_of_run = {PLAYING: evaluating + steps * (moving + playing), LEARNING: steps * learning}
+    if cfg.rollout.max_staleness:  # the rollout of the next step runs during the update
+        shorter = PLAYING if playing < learning else LEARNING
+        work_of_run[shorter] -= steps * min(playing, learning)
+    return Seconds({"rollout": moving + playing, "update": learning}, work_of_run)
 
 
 def rollout(

@@ -25,6 +25,10 @@ DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 # For `deterministic`. torch before 2.10 reads the first once, at its first product; the second is for flash-attn.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+# oneDNN keeps a kernel and its workspace for each size of a product in bfloat16, 1,024 of them, and torch as many
+# again. Micro-batches of many lengths filled 2 GiB with them. A micro-batch has fewer than 64 sizes.
+for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(cache, "64")
 
 
 def resolve_device(device: str) -> torch.device:

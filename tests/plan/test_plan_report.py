@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from posttrain.config.dpo import DPORun
 from posttrain.config.loading import resolve
 from posttrain.config.sft import SFTRun
 from posttrain.config.starpo import StarPORun
-from posttrain.plan import devices, known_models, report, rows, seconds, work
+from posttrain.plan import devices, known_models, parts, report, rows, seconds, work
 from posttrain.plan.devices import Device, Fleet
 from posttrain.plan.episodes import Place, always, learning
 from posttrain.plan.parts import Numbers
@@ -95,10 +96,11 @@ def test_the_hours_in_the_config_files_are_those_of_the_plan(
     printed = capsys.readouterr().out
     head, row = printed.split("\n\n")[1].splitlines()
     assert told in head and "at most, at one time" in printed and not out.exists()
-    hours = row.split()[-2]
+    hours, _, known = re.split(r"\s{2,}", row)[-3:]
+    assert known == "not this card"
     if script is phase3:  # the example of the documentation
         assert printed.strip() in (ROOT / "docs" / "config.md").read_text()
-    assert f"computed {float(hours):.1f} h" in (ROOT / "configs" / f"{file}.yaml").read_text()
+    assert f"computed {hours} h" in (ROOT / "configs" / f"{file}.yaml").read_text()
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -122,13 +124,13 @@ def test_a_device_on_which_a_run_does_not_fit_is_refused(capsys: pytest.CaptureF
     own = ["trainer.auto_find_batch_size=false", "trainer.gradient_checkpointing=false"]
     own.append("trainer.per_device_train_batch_size=64")
     with pytest.raises(
-        UserError, match=r"(?s)does not fit on A10G.*per_device_train_batch_size=2 trainer.gradient_acc"
+        UserError, match=r"(?s)does not fit on A10G.*per_device_train_batch_size=4 trainer.gradient_acc"
     ):
         phase2.main(["--plan", "A10G", *own, out])
     assert "(not as written)" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"A10G: This run does not fit.*What helps: .*model.tuning=lora"):
         phase3.main(["--plan", "A10G", "model.name_or_path=Qwen/Qwen2.5-7B-Instruct", out])
-    with pytest.raises(UserError, match=r"The largest that fit are rollout.slots=64 "):
+    with pytest.raises(UserError, match=r"The largest that fit are rollout.slots=\d+ "):
         phase3.main(["--plan", "A10G", "rollout.slots=500", "rollout.groups=64", out])
     phase2.main(["--plan", *own, out])  # of all devices some are large enough
     table = capsys.readouterr().out
@@ -394,16 +396,18 @@ def test_servers_play_side_by_side_and_ahead_of_the_learner() -> None:
     evaluating = [each.run - 10 * sum(each.parts.values()) for each in (served.seconds, alone.seconds)]
     assert 0 < evaluating[0] < evaluating[1]  # two servers evaluate as well
     assert ahead.seconds.run < served.seconds.run
-    assert alone.dollars == pytest.approx(alone.seconds.run / 3600 * 4.5)
-    assert served.dollars == pytest.approx(served.seconds.run / 3600 * 4.5 * 3)
+    for each, devices_paid in ((alone, 1), (served, 3)):
+        assert each.hours and each.dollars
+        assert each.dollars == pytest.approx([hours * 4.5 * devices_paid for hours in each.hours])
 
 
 def test_the_seconds_of_a_plain_case() -> None:
     """Decoding reads two bytes of every weight and of the cache; a forward pass takes two operations a weight."""
     numbers = Numbers(4, 2, "full", False, False, compiled=True)
     cost = seconds.Cost(SHAPE, numbers, Fleet(GPU._replace(operation=0.0)))
-    read = 2 * (SHAPE.blocks + SHAPE.top + 64 * 600 * SHAPE.cache) / 300e9 + 32 * 64 * SHAPE.vocabulary / 480e9
-    assert cost.decodes(100, 64, 600) == pytest.approx(100 * read)
+    read = 2 * 64 * 1600 * SHAPE.cache / 300e9
+    read += (2 * (SHAPE.blocks + SHAPE.top) + 32 * 64 * SHAPE.vocabulary) / 480e9
+    assert cost.decodes(100, 64, 1600) == pytest.approx(100 * read)
     moved = 2 * 1000 * cost.moved / 480e9
     assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
     waiting = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU))
@@ -412,3 +416,28 @@ def test_the_seconds_of_a_plain_case() -> None:
     one_by_one = seconds.Cost(SHAPE, numbers._replace(compiled=False), Fleet(GPU))
     for tokens in (8, 100_000):  # launches, and bytes
         assert one_by_one.learns(tokens, 0, 0) > 1.2 * waiting.learns(tokens, 0, 0)
+
+
+def test_a_range_is_what_was_measured_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """By kind of device and of work; a card that nobody has measured says so."""
+    work = {seconds.PLAYING: 100.0, seconds.LEARNING: 10.0}
+    card, cpu = (seconds.Range.of(work, GPU._replace(waits=waits)) for waits in (False, True))
+    for found, kind in ((card, "gpu"), (cpu, "cpu")):
+        played, learned = (seconds.LIKELY[kind, name] for name in work)
+        assert found == pytest.approx([100 * played[end] + 10 * learned[end] for end in (0, 1)])
+    told = [str(seconds.Range(*ends)) for ends in ((2.66, 5.02), (0.17, 0.966), (0.0013, 0.0027), (30.2, 57), (2, 2))]
+    assert told == ["2.7-5.0", "0.17-0.97", "<0.01", "30-57", "2.0"]
+    phase1.main(["--plan", "all"])
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    known = {line.split()[0]: re.split(r"\s{2,}", line)[-1] for line in table[1:]}
+    assert {name for name, where in known.items() if where != "not this card"} >= {"H100", "H200"}
+    assert known["A10G"] == "not this card" and known["8xH100"] == "H100"
+
+
+def test_compiled_layers_keep_less_and_move_fewer_bytes() -> None:
+    """An H100 held 41.1 GiB where layers were compiled and 60.3 where they were not (benchmarks/results)."""
+    eager, compiled = (Numbers(4, 2, "full", False, False, compiled=on) for on in (False, True))
+    one_by_one, at_once = (parts.OfAToken.of(SHAPE, numbers) for numbers in (eager, compiled))
+    assert 0.5 * one_by_one.kept < at_once.kept < 0.7 * one_by_one.kept and at_once.moved == one_by_one.moved
+    assert parts.kernels(eager, cuda=False) > parts.kernels(eager, cuda=True) == 0
+    assert parts.kernels(eager._replace(computed=4), cuda=False) == 0

@@ -278,7 +278,7 @@ def test_own_prompts_of_the_page_are_evaluated(tmp_path, tiny_tokenizer, monkeyp
 
 def test_hours_are_those_of_the_config_files():
     text = (ROOT / "docs/config.md").read_text(encoding="utf-8")
-    computed = dict(re.findall(r"^\| `(\w+)\.py` \|[^|]*\| ([\d.]+ h) \|", text, re.MULTILINE))
+    computed = dict(re.findall(r"^\| `(\w+)\.py` \|[^|]*\| ([\d.-]+ h) \|", text, re.MULTILINE))
     assert len(computed) == 4
     for script, hours in computed.items():
         file = ROOT / f"configs/{script.removeprefix('train_').removesuffix('_model')}.yaml"

@@ -135,3 +135,19 @@ def measured(program: str, **variables: str) -> list[int]:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=plain | variables)
     return [*map(int, done.stdout.split())]
+
+
+def test_products_of_many_sizes_do_not_fill_the_memory() -> None:
+    """Each size of a product in bfloat16 has a kernel, and oneDNN keeps the last ones."""
+    code = """
+import psutil, torch
+from posttrain.runtime import hardware
+rows, weight = torch.ones(600, 256, dtype=torch.bfloat16), torch.ones(512, 256, dtype=torch.bfloat16)
+for count in range(1, 601):
+    torch.nn.functional.linear(rows[:count], weight)
+    if count == 100:
+        before = psutil.Process().memory_info().rss
+print((psutil.Process().memory_info().rss - before) / 2**20)
+"""
+    grown = float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout)
+    assert grown < 150  # 350 without a limit
