@@ -38,7 +38,7 @@ from .forward import (
     worth_sharing as worth_sharing,
 )
 from .fused import Kept as Kept, fused_weights as fused_weights
-from .layers import simplify_layers as simplify_layers
+from .layers import SIMPLE_FAMILIES as SIMPLE_FAMILIES, simplify_layers as simplify_layers
 from .literals import Message as Message
 from .loading import (
     CODE as CODE,

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.runtime import compat
 
+SIMPLE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # values of model_type
 SIMPLE = "layer_is_simple"  # an attribute of the classes that are put in place here
 
 
@@ -116,7 +117,7 @@ def _layer(kind: type) -> Any:
 
 
 MAKERS: dict[tuple[str, str], Callable[[Any], Any]] = {
-    (f"transformers.models.{family.lower()}.modeling_{family.lower()}", f"{family}{name}"): make
-    for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    (f"transformers.models.{family}.modeling_{family}", f"{family.capitalize()}{name}"): make
+    for family in SIMPLE_FAMILIES
     for name, make in (("DecoderLayer", _layer), ("RotaryEmbedding", _rotation))
 }

@@ -154,7 +154,10 @@ class OfAToken(NamedTuple):
         """Return the bytes of a token for a model and a precision."""
         size, attention = numbers.computed, shape.query + shape.key_value
         norms = 6 * shape.hidden + 2 * attention + attention // 4  # the last: statistics of heads
-        block = whole = FLOAT * norms + size * (4 * shape.intermediate + 2 * attention)
+        given = 0  # norms in the products' precision
+        if shape.simple and size < FLOAT:
+            norms, given = 4 * shape.hidden + attention // 4, 2 * shape.hidden + 2 * attention
+        block = whole = FLOAT * norms + size * (4 * shape.intermediate + 2 * attention + given)
         if numbers.compiled:  # the rest is computed again within the backward pass
             block = FLOAT * 2 * shape.hidden + size * (2 * shape.hidden + 3 * shape.intermediate + 3 * attention)
         inside = size * 2 * shape.intermediate + block if numbers.recomputed else size * 6 * shape.intermediate

@@ -37,6 +37,7 @@ class Shape(NamedTuple):
     states: int  # width of the input of the output layer
     tied: bool  # whether the output layer is the embedding
     fused: int = 0  # numbers of the blocks that a rollout keeps a second time (fused.py in posttrain/models)
+    simple: bool = False  # whether simplify_layers (layers.py in posttrain/models) makes its layers keep less
     teacher: Shape | None = None  # of the model of `distillation.teacher`
 
     @classmethod
@@ -75,6 +76,7 @@ class Shape(NamedTuple):
             vocabulary=output.out_features,
             states=output.in_features,
             tied=output.weight is net.get_input_embeddings().weight,
+            simple=text.model_type in models.SIMPLE_FAMILIES and text.model_type != "qwen3",  # which norms heads, too
         )
         if isinstance(net.base_model, ConvGPTModel) and model.tuning == "full":
             shape = shape._replace(fused=shape.blocks + shape.embedding * shape.hidden)
