@@ -149,7 +149,7 @@ def line_of(row: dict[str, Any]) -> str:
 # -------------------------------------------------------------------------------------------------------------- block B
 
 # Rows of phase 1 make eight updates of the reference config, those of phase 2 ten; three of them are not counted. The
-# last two run if time is left.
+# last steps run if time is left.
 ON_GPU = {
     "sft": (120, "phases.py --phase sft --size convgpt --vocabulary 65538 --rows 512 --epochs 1 --repeats 1"),
     "dpo": (130, "phases.py --phase dpo --size convgpt --vocabulary 65538 --rows 160 --epochs 1 --repeats 1"),
@@ -187,6 +187,7 @@ def block_b(given: Any, out: Path, device: str) -> list[Step]:
         script, *options = words.split()
         command = (f"benchmarks/{script}", *options, f"--device={device}", f"--json={out / name}.json")
         steps.append(Step(name, seconds, command, script.removesuffix(".py")))
+    steps.append(Step("attention", 90, ("benchmarks/attention.py", f"--json={out}/attention.json"), "attention"))
     return steps
 
 

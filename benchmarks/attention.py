@@ -203,7 +203,7 @@ def main() -> None:
     parts = ["decode", "train", "update"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="in this order")
     given = parser.parse_args()
-    bandwidth, _ = gpu.limits()
+    bandwidth, _ = _measure.limits(KIND)
     results: dict[str, Any] = _measure.surroundings(KIND) | {"GB_s": bandwidth / 1e9, "rows": []}
     for part in given.parts:
         if part == "decode":
