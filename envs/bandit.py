@@ -270,8 +270,12 @@ class Bandit(TextEnv):
 
     def example(self) -> tuple[str, tuple[str, ...]]:
         if self.config.pulls == 1:
-            return "I think of what each name stands for. Butterfly sounds right, so I pull Butterfly.", ("Butterfly",)
+            thought = "Of Butterfly and Beetle, Butterfly sounds like the one that takes risks. I pull Butterfly."
+            return thought, ("Butterfly",)
         return "C has not been pulled yet, so I try it.", ("C", "C")
+
+    def example_state(self) -> str:
+        return "If the arms were Butterfly and Beetle" if self.config.pulls == 1 else ""
 
     def players(self) -> dict[str, str]:
         """`safe` takes the sure sum. `greedy` pulls the arm that leads, `even` the one with the fewest pulls."""

@@ -382,6 +382,13 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         """
         return "I look at what is there and choose what brings me closer.", tuple((self.actions or ("...",))[:2])
 
+    def example_state(self) -> str:
+        """Return what the example is about, "If the arms were A and B"; empty where its thought says enough.
+
+        Small models also copy names of an example that the level does not have.
+        """
+        return ""
+
     def by_level(self, choices: Sequence[T]) -> T:
         """Return one of these, the same for all episodes of a level; the first one before a level is opened."""
         key = self.level_key() if hasattr(self, "level") else ""

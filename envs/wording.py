@@ -49,11 +49,12 @@ def system_text(env: TextEnv, protocol: Protocol) -> str:
     if protocol.style == "compact":
         return _compact_system(env, protocol)
     per_turn = actions_per_turn(env, protocol)
+    state = f"{env.example_state()}:\n" if env.example_state() else ""
     return template(protocol.system or SYSTEM).render(
         rules=env.rules(),
         limits=_limits(env, protocol),
         format=answer_format(env, protocol),
-        example=protocol.example or example_response(env, protocol),
+        example=protocol.example or state + example_response(env, protocol),
         actions=list(env.actions or ()),
         max_turns=protocol.max_turns,
         max_actions=min(protocol.max_actions, protocol.max_turns * per_turn),

@@ -84,6 +84,7 @@ class Opening(BaseModel):
     action_word: str = Field("", max_length=TEXT)
     example_thought: str = Field("", max_length=TEXT)
     example_actions: list[str] | None = None
+    example_state: str = Field("", max_length=TEXT)
     messages: list[Message] | None = Field(None, min_length=1)
 
 

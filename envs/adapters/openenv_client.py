@@ -232,6 +232,9 @@ class OpenEnv(TextEnv):
         actions = self.opening.example_actions
         return (self.opening.example_thought, tuple(actions)) if actions else super().example()
 
+    def example_state(self) -> str:
+        return self.opening.example_state
+
     def messages(self) -> list[dict[str, str]] | None:
         own = self.opening.messages
         return None if own is None else [message.model_dump() for message in own]

@@ -37,6 +37,7 @@ class TextObservation(Observation):
     action_word: str = Field(default="", description="what the rules call an action, with the first observation")
     example_thought: str = Field(default="", description="how to think before an action, with the first observation")
     example_actions: list[str] | None = Field(default=None, description="the actions that follow from that thought")
+    example_state: str = Field(default="", description="what the example is about, if its thought does not say it")
     messages: list[dict[str, str]] | None = Field(default=None, description="a whole prompt in place of rules")
 
 
@@ -98,6 +99,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
             action_word=self.env.action_word,
             example_thought=thought,
             example_actions=list(example),
+            example_state=self.env.example_state(),
             messages=own and [{key: without_surrogates(value) for key, value in message.items()} for message in own],
             metadata=self.observation_metadata(),
         )
