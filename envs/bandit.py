@@ -135,6 +135,7 @@ class Bandit(TextEnv):
                 f" sure={sure}, chance={chance}, gap={gap}."
             )
         self.max_turns = pulls
+        self.example_state = "If the arms were Butterfly and Beetle" if pulls == 1 else ""
         super().__init__(render_mode)
         self.config = Machine(arms, pulls, reversed, float(sure), float(chance), float(gap))
 
@@ -273,9 +274,6 @@ class Bandit(TextEnv):
             thought = "Of Butterfly and Beetle, Butterfly sounds like the one that takes risks. I pull Butterfly."
             return thought, ("Butterfly",)
         return "C has not been pulled yet, so I try it.", ("C", "C")
-
-    def example_state(self) -> str:
-        return "If the arms were Butterfly and Beetle" if self.config.pulls == 1 else ""
 
     def players(self) -> dict[str, str]:
         """`safe` takes the sure sum. `greedy` pulls the arm that leads, `even` the one with the fewest pulls."""

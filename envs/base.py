@@ -174,6 +174,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     label: str = ""  # what figures call it where that is not its name, for a run that plays it twice
     style: str = "plain"  # of rules, observations and thoughts: sentences, or "compact"; an episode sets its protocol's
     action_word: str = "action"  # what its sentences call an action: "expression", "program"
+    example_state: str = ""  # what its example is about, or small models copy the example: "If the arms were A and B"
     more_levels: str = "Choose options that allow more levels."  # what to do where a split has none
     harder: str = ""  # options that make its levels harder, for advice: "size: 6, slippery: true"
     easier: str = ""
@@ -381,13 +382,6 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         Small models copy its action. So it should differ from level to level (`by_level`), to favour none.
         """
         return "I look at what is there and choose what brings me closer.", tuple((self.actions or ("...",))[:2])
-
-    def example_state(self) -> str:
-        """Return what the example is about, "If the arms were A and B"; empty where its thought says enough.
-
-        Small models also copy names of an example that the level does not have.
-        """
-        return ""
 
     def by_level(self, choices: Sequence[T]) -> T:
         """Return one of these, the same for all episodes of a level; the first one before a level is opened."""

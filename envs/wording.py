@@ -49,7 +49,8 @@ def system_text(env: TextEnv, protocol: Protocol) -> str:
     if protocol.style == "compact":
         return _compact_system(env, protocol)
     per_turn = actions_per_turn(env, protocol)
-    state = f"{env.example_state()}:\n" if env.example_state() else ""
+    state = env.example_state
+    state += "" if not state else "\n" if state.endswith("?") else ":\n"
     return template(protocol.system or SYSTEM).render(
         rules=env.rules(),
         limits=_limits(env, protocol),

@@ -206,7 +206,7 @@ class OpenEnv(TextEnv):
         if self.offer.max_turns:  # a server of openenv_server.py
             opening = checked(answers.Opening, fields, source)
             if opening.rules or opening.messages:
-                self.opening = opening
+                self.opening, self.example_state = opening, opening.example_state
             self.actions = tuple(opening.actions or ()) or self.actions
             self.action_word = opening.action_word or self.action_word
             fields = {key: value for key, value in fields.items() if key not in answers.Opening.model_fields}
@@ -231,9 +231,6 @@ class OpenEnv(TextEnv):
     def example(self) -> tuple[str, tuple[str, ...]]:
         actions = self.opening.example_actions
         return (self.opening.example_thought, tuple(actions)) if actions else super().example()
-
-    def example_state(self) -> str:
-        return self.opening.example_state
 
     def messages(self) -> list[dict[str, str]] | None:
         own = self.opening.messages

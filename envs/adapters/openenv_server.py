@@ -99,7 +99,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
             action_word=self.env.action_word,
             example_thought=thought,
             example_actions=list(example),
-            example_state=self.env.example_state(),
+            example_state=self.env.example_state,
             messages=own and [{key: without_surrogates(value) for key, value in message.items()} for message in own],
             metadata=self.observation_metadata(),
         )

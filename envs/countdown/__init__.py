@@ -70,6 +70,7 @@ class Countdown(TextEnv):
     """
 
     name = "countdown"
+    example_state = "If the numbers were 2, 5 and 8, and the target 30"
     harder, easier = "max_numbers: 5", "max_numbers: 3, max_number: 20"
     action_word = "expression"
     actions = None
@@ -173,7 +174,7 @@ class Countdown(TextEnv):
         return f"{task}\nLast {self.last}" if self.last else task
 
     def example(self) -> tuple[str, tuple[str, ...]]:
-        return "With 2, 5 and 8, the target 30 is 6 * 5, and 6 is 8 - 2.", ("(8 - 2) * 5",)
+        return "The target 30 is 6 * 5, and 6 is 8 - 2.", ("(8 - 2) * 5",)
 
     def rules(self) -> str:
         use = "every number exactly once" if self.config.use_all else "each number at most once"

@@ -71,6 +71,7 @@ class DeepCoder(TextEnv):
     """
 
     name = "deep_coder"
+    example_state = "If the task were to add two numbers"
     action_word = "program"
     actions = None
     slow = True

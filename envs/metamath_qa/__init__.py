@@ -70,6 +70,7 @@ class MetaMathQA(TextEnv):
     """
 
     name = "metamath_qa"
+    example_state = "If the problem were: A box holds 6 eggs. How many eggs do 7 boxes hold?"
     action_word = "answer"
     actions = None
 

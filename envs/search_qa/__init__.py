@@ -67,6 +67,7 @@ class SearchQA(TextEnv):
     """
 
     name = "search_qa"
+    example_state = "If the question were: Where was the writer of Emma born?"
     actions = None
     max_turns = 5
     observable = False  # the articles that no search has shown yet
@@ -221,7 +222,7 @@ class SearchQA(TextEnv):
         return {"random": random, "hasty": hasty, "astray": f"search[{self.choose(read)[:LONGEST]}]"}
 
     def example(self) -> tuple[str, tuple[str, ...]]:
-        return "I need to know first where the writer was born.", ("search[Jane Austen]",)
+        return "I need to know first who wrote Emma.", ("search[Emma]",)
 
     def thought(self) -> str:
         """Return what the articles have said so far, and what is missing, where that follows from what they said."""

@@ -52,6 +52,7 @@ class WebShop(TextEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 2}
     name = "web_shop"
+    example_state = "If the instruction were to buy a red cotton shirt"
     actions = None
     max_turns = 10
     observable = False  # the products and pages that were not looked at yet

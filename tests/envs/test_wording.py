@@ -34,8 +34,9 @@ def test_the_example_is_a_valid_answer(name: str, limits: dict[str, Any]) -> Non
     parsed = parse(example_response(env, protocol), protocol, listed)
     assert parsed.well_formed and parsed.actions and not parsed.invalid
     text = system_text(env, protocol)
-    state = f"{env.example_state()}:\n" if env.example_state() else ""
-    assert text.endswith(f"For example:\n{state}{example_response(env, protocol)}") and env.rules() in text
+    before, _, example = text.rpartition("For example:\n")
+    assert example.endswith(example_response(env, protocol)) and env.rules() in before
+    assert example.startswith(env.example_state or example_response(env, protocol))
     assert ("<think>" in text) == protocol.think and "</answer>" in text
     assert (" || " in text) == (protocol.max_actions_per_turn > 1 and env.actions is not None and env.max_turns > 1)
 
