@@ -69,7 +69,37 @@ def _rotation(kind: Any) -> Any:
 
 def _rotated(x_BTHD: torch.Tensor, cos_BT1D: torch.Tensor, signed_BT1D: torch.Tensor) -> torch.Tensor:
     """Rotate pairs of a dimension of the first half and one of the second (Su et al. 2021, eq. 34)."""
-    return x_BTHD * cos_BT1D + x_BTHD.roll(x_BTHD.shape[-1] // 2, -1) * signed_BT1D
+    return (x_BTHD * cos_BT1D).add_(x_BTHD.roll(x_BTHD.shape[-1] // 2, -1).mul_(signed_BT1D))
+
+
+def _attended(
+    attention: Any, normed: torch.Tensor, factors: Any, mask: torch.Tensor | None, cache: Any, eager: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Return what attention adds to the hidden states."""
+    rows = normed.shape[:-1]
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    query, key, value = (project(normed).view(*rows, -1, attention.head_dim) for project in projections)
+    if hasattr(attention, "q_norm"):
+        query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
+    heads, both = [query.shape[2], key.shape[2]], torch.cat([query, key], 2)
+    del query, key  # a long prompt takes much memory here
+    query, key = (each.transpose(1, 2) for each in _rotated(both, *factors).split(heads, 2))
+    del both
+    value = value.transpose(1, 2)
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
+    mixed, _ = ALL_ATTENTION_FUNCTIONS.get_interface(compat.attention_of(attention.config), eager)(
+        attention,
+        query,
+        key,
+        value,
+        mask,
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        sliding_window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
+        **kwargs,
+    )
+    return attention.o_proj(mixed.reshape(*rows, -1))
 
 
 def _layer(kind: type) -> Any:
@@ -86,30 +116,10 @@ def _layer(kind: type) -> Any:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the hidden states, (B, T, E), after attention and the feed-forward block."""
-        attention, mlp, rows = self.self_attn, self.mlp, hidden_states.shape[:-1]
-        normed = _norm(self.input_layernorm, hidden_states)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = (project(normed).view(*rows, -1, attention.head_dim) for project in projections)
-        if hasattr(attention, "q_norm"):
-            query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
-        rotated = _rotated(torch.cat([query, key], 2), *position_embeddings)
-        query, key = (each.transpose(1, 2) for each in rotated.split([query.shape[2], key.shape[2]], 2))
-        value = value.transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, attention.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(compat.attention_of(attention.config), eager)
-        mixed, _ = attend(
-            attention,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=attention.attention_dropout if self.training else 0.0,
-            scaling=attention.scaling,
-            sliding_window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
-            **kwargs,
+        mlp, normed = self.mlp, _norm(self.input_layernorm, hidden_states)
+        hidden_states = hidden_states + _attended(
+            self.self_attn, normed, position_embeddings, attention_mask, past_key_values, eager, **kwargs
         )
-        hidden_states = hidden_states + attention.o_proj(mixed.reshape(*rows, -1))
         normed = _norm(self.post_attention_layernorm, hidden_states)
         return hidden_states + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
 
