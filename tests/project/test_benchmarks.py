@@ -674,6 +674,11 @@ def test_the_tables_of_the_results_are_those_of_their_figures(
     assert table in (FILE.parent / "RESULTS.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_zero_shot_play_is_that_of_its_rows(rollout) -> None:
+    module = loaded(FILE.parent / "long" / "zero_shot.py")
+    assert module.markdown(module.read_rows(module.RESULTS)).strip() in (FILE.parent / "README.md").read_text()
+
+
 def test_the_table_of_real_iterations_is_that_of_its_figures() -> None:
     figures = json.loads((FILE.parent / "results" / "scale-out-check.json").read_text(encoding="utf-8"))
     table = loaded(FILE.parent / "scale_out.py").checked(figures).split("\n\n")[-1]
