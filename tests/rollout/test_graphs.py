@@ -294,6 +294,7 @@ def test_the_self_test_takes_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> 
     assert recorder.steps > 0
 
 
+@pytest.mark.thorough
 def test_most_rows_of_a_step_write_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of about 13 tokens where 64 are allowed, in episodes of 1 to 5 turns."""
     rng, sizes, went, turns = random.Random(0), [0, 0], dict[int, int](), dict[int, int]()

@@ -677,6 +677,7 @@ def test_a_closed_tab_frees_its_slot_and_its_place_in_the_queue(
         expect(said(page, who="user")).to_have_text(text)
     expect(last.get_by_text("queue: 2/2")).to_be_visible()
     waiting.close()
+    last.wait_for_timeout(2000)  # the server has noticed that before the slot is free
     busy.close()
     expect(said(last)).to_have_text("done")
     at_rest(last)
