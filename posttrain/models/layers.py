@@ -2,7 +2,8 @@
 
 transformers' layer norms in six operations, rotates queries and keys in ten, and under autocast leaves both in float32,
 so that each product converts its input again. Here a norm is one operation, queries and keys are rotated together in
-four, and both are in the products' precision. In float32 without autocast every number is the same to the bit.
+five, and both are in the products' precision. In float32 without autocast every number is the same to the bit, but for
+Qwen3's gradients, whose norms of heads add up in another order.
 
 Shapes: B rows, T tokens, H heads, D head size.
 """

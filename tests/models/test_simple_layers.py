@@ -101,6 +101,17 @@ def test_classes_keep_their_names_and_are_replaced_once() -> None:
     assert all(hasattr(layer, "layer_is_compiled") for layer in simple.model.layers)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_they_compute_the_same(dtype: torch.dtype) -> None:
+    """With a backend that keeps torch's own operations: to the bit."""
+    _, simple = pair("qwen2")
+    logits, gradients = run(simple, dtype)
+    compile_layers(simple, backend="aot_eager")
+    ours, our_gradients = run(simple, dtype)
+    assert torch.equal(ours, logits) and all(torch.equal(our_gradients[name], g) for name, g in gradients.items())
+
+
 def test_other_models_stay_as_they_are() -> None:
     _, simple = pair("gemma2")
     assert not any(hasattr(module, SIMPLE) for module in simple.modules())
