@@ -136,7 +136,9 @@ class Learner:
         compiled = bool(cfg.trainer.torch_compile)
         self.exact = our_engine and policy.dtype == torch.float32 and not cfg.trainer.bf16 and not compiled
         models = {"model": model, "critic": critic, "reference": reference, "teacher": teacher}
-        for each in (each for each in models.values() if each is not None):
+        for each in models.values():
+            if each is None:
+                continue
             simplify_layers(each)
             if compiled:
                 compile_layers(each, deterministic=self.deterministic)
