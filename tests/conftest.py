@@ -63,6 +63,18 @@ def own_environments() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """A script sets variables for its process, and some tests run its `main` in this one."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) | set(before):
+        if name not in before:
+            os.environ.pop(name, None)
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
+
+
+@pytest.fixture(autouse=True)
 def same_broken_pipes() -> Iterator[None]:
     """The chat lets a broken pipe end its process, and some tests run it in this one."""
     before = signal.getsignal(signal.SIGPIPE) if hasattr(signal, "SIGPIPE") else None

@@ -412,7 +412,8 @@ def test_a_gpu_is_measured_by_the_code_that_a_cpu_can_try(rollout, tmp_path, mon
     shape = dict(hidden_size=256, head_dim=16, intermediate_size=32)
     monkeypatch.setattr(gpu, "MODELS", {"convgpt": ("convgpt", shape)})
     monkeypatch.setattr(gpu, "compile_layers", lambda *_, **__: None)  # takes a minute
-    monkeypatch.setattr(gpu._measure, "limits", lambda *_, **__: measure.Limits(1e10, 1e11))
+    # a bandwidth that no CPU reaches, so that shares of it are below 1
+    monkeypatch.setattr(gpu._measure, "limits", lambda *_, **__: measure.Limits(1e13, 1e13))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "A", "--models", "convgpt", "--out", str(tmp_path)])
     gpu.main()
     results = json.loads((tmp_path / "A.json").read_text())
