@@ -239,6 +239,8 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
             return choose(shape, with_graphs(cfg, True), place)
         except UserError:  # they keep memory during updates
             return choose(shape, with_graphs(cfg, False), place)
+    if cfg.trainer.gradient_checkpointing is None:
+        return _keeping_or_recomputing(shape, cfg, place)
     free, held, vllm, cuda, processes, _ = place
     rollout, context, shards = cfg.rollout, cfg.rollout.max_context, place.shards
     samples, groups = rollout.num_generations, -(-rollout.groups // processes)
@@ -266,10 +268,6 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
         return staying + max(sum(comes(count).values()), update if staying else 0)
 
     likely = cfg.trainer.micro_batch_tokens or min(4 * context, cap)
-    if cfg.trainer.gradient_checkpointing is None:
-        cfg = with_checkpointing(cfg, False)
-        beside = sum(stays(rollout.slots or samples).values())
-        cfg = with_checkpointing(cfg, base + beside + learns(likely) > budget)
     step = sum(stepping(shape, cfg, shards).values())
     whole_groups = [
         *range(1, samples),
@@ -300,6 +298,22 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
         )
     recomputes, graphs = bool(cfg.trainer.gradient_checkpointing), bool(stays(1))
     return Plan(slots, tokens, recomputes, graphs, by_phase, held + free, warnings)
+
+
+def _keeping_or_recomputing(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
+    """Return the plan that keeps activations, or the one that computes them again where that is worth its time.
+
+    Recomputation adds a third to the products of an update. Fewer conversations at a time take as many times more
+    decoding steps, which are most of an iteration: half as many again are worth it.
+    """
+    recomputing = choose(shape, with_checkpointing(cfg, True), place)
+    try:
+        keeping = choose(shape, with_checkpointing(cfg, False), place)
+    except UserError:
+        return recomputing
+    tokens = cfg.trainer.micro_batch_tokens or min(4 * cfg.rollout.max_context, recomputing.micro_batch_tokens)
+    enough = keeping.micro_batch_tokens >= tokens and 1.5 * keeping.slots > recomputing.slots
+    return keeping if enough and not keeping.warnings else recomputing
 
 
 def with_graphs(cfg: StarPORun, on: bool) -> StarPORun:

@@ -386,6 +386,19 @@ def test_activations_are_recomputed_where_memory_asks() -> None:
     assert chosen(80 * GIB, gradient_checkpointing=True).gradient_checkpointing
 
 
+def test_activations_are_recomputed_where_that_lets_more_conversations_play() -> None:
+    def chosen(free: int, **trainer: object) -> plan.Plan:
+        cfg = config(
+            rollout={"max_context": 4096, "groups": 16}, trainer={"bf16": True, "micro_batch_tokens": 4096, **trainer}
+        )
+        return plan.choose(SHAPE, cfg, Place(free))
+
+    keeping, recomputing = (chosen(30 * GIB, gradient_checkpointing=on) for on in (False, True))
+    assert keeping.slots * 1.5 < recomputing.slots
+    assert chosen(30 * GIB) == recomputing
+    assert chosen(32 * GIB) == chosen(32 * GIB, gradient_checkpointing=False)  # 60 of 64 conversations at a time
+
+
 def test_vllm_takes_its_share_and_no_cache_of_ours() -> None:
     ours = plan.choose(SHAPE, config(), Place(24 * GIB))
     theirs = plan.choose(SHAPE, config(rollout={"engine": "vllm"}), Place(24 * GIB, vllm=8 * GIB))
