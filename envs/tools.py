@@ -8,15 +8,15 @@ the function is called. Whatever goes wrong becomes a text that the model reads 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from envs.by_path import by_path
-from envs.in_time import in_time
+from envs.in_time import TooLate, awaited_in_time, in_time, in_words
 
 MOST_CHARACTERS = 4000  # of an answer
 
@@ -62,18 +62,11 @@ class Tool:
         """Return what the function answers, within a time; errors in words. It may run in a thread."""
         from pydantic import ValidationError
 
-        def call() -> Any:
-            result = self._checked(**arguments)
-            if inspect.isawaitable(result):
-
-                async def wait() -> Any:
-                    return await result
-
-                return asyncio.run(wait())
-            return result
-
-        result = in_time(call, seconds)
-        if isinstance(result, TimeoutError) and not str(result):
+        began = time.monotonic()
+        result = in_time(lambda: self._checked(**arguments), seconds)
+        if inspect.isawaitable(result):
+            (result,) = awaited_in_time([result], seconds - (time.monotonic() - began))
+        if isinstance(result, TooLate):
             return ToolAnswer(f"Error: {self.name} took more than {seconds:g} s.", True)
         if isinstance(result, ValidationError):
             wrong = "; ".join(
@@ -81,10 +74,10 @@ class Tool:
             )
             return ToolAnswer(capped(f"Error: {self.name}: {wrong}"), True)
         if isinstance(result, BaseException):
-            return ToolAnswer(capped(f"Error: {type(result).__name__}: {' '.join(str(result).split())}"), True)
+            return ToolAnswer(capped(f"Error: {type(result).__name__}: {in_words(result)}"), True)
         try:
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        except (TypeError, ValueError, RecursionError) as error:
+        except Exception as error:  # what a function returns may raise anything where it is written
             return ToolAnswer(f"Error: {self.name} returned neither a text nor JSON ({type(error).__name__}).", True)
         return ToolAnswer(capped(text), False)
 
@@ -158,10 +151,17 @@ def _schema(function: Callable[..., Any], named: str) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
-        return get_json_schema(function)
+        schema = get_json_schema(function)
     except Exception as error:  # hints and docstrings may hold anything
         raise ValueError(
             f"the tool {named} has no schema ({' '.join(str(error).split())[:300]}). Write a type for each parameter"
             ' and a docstring that begins with what the function does and has a line "name: what it is" for each'
             ' parameter under "Args:".'
         ) from error
+    for each in inspect.signature(function).parameters.values():
+        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            raise ValueError(
+                f"the tool {named} has the parameter {str(each).partition(':')[0]}: a model calls it with parameters"
+                " that have names. Write each of them."
+            )
+    return schema

@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,14 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
+class Unwritten:
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Silent(Unwritten, Exception): ...
+
+
 def look(word: str, where: Literal["here", "there"] = "here") -> Any:
     """Look up a word.
 
@@ -45,6 +54,12 @@ def look(word: str, where: Literal["here", "there"] = "here") -> Any:
         raise KeyError("no such\nword")
     if word == "exit":
         raise SystemExit(3)
+    if word == "silent":
+        raise Silent
+    if word == "late":
+        raise TimeoutError
+    if word == "unwritten":
+        return Unwritten()
     if word == "half":
         return "\ud800"
     if word == "loop":
@@ -65,6 +80,54 @@ async def wait(forever: bool) -> str:
         asyncio.get_running_loop().call_soon(over.set)
     await over.wait()
     return "done"
+
+
+TURN = asyncio.Semaphore(1)
+
+
+async def take_turns(seconds: float) -> str:
+    """Wait while nobody else does.
+
+    Args:
+        seconds: how long
+    """
+    async with TURN:
+        await asyncio.sleep(seconds)
+    return "done"
+
+
+async def block(seconds: float) -> str:
+    """Block the event loop.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "done"
+
+
+async def leave() -> str:
+    """Leave."""
+    raise SystemExit(3)
+
+
+def listed(*numbers: int) -> int:
+    """Add numbers.
+
+    Args:
+        numbers: which ones
+    """
+    return sum(numbers)
+
+
+def named(word: str, **more: int) -> int:
+    """Add numbers.
+
+    Args:
+        word: which
+        more: which ones
+    """
+    return len(word)
 
 
 def no_types(a):
@@ -125,6 +188,9 @@ def test_results_are_texts(name: str, arguments: dict[str, Any], text: str) -> N
         ("look", {"word": "raise"}, "Error: KeyError: 'no such"),
         ("look", {"word": "exit"}, "Error: SystemExit: 3"),
         ("look", {"word": "loop"}, "neither a text nor JSON"),
+        ("look", {"word": "silent"}, "Error: Silent: (without words"),
+        ("look", {"word": "unwritten"}, "neither a text nor JSON (RuntimeError)"),
+        ("look", {"word": "late"}, "Error: TimeoutError: "),
         ("subtract", {}, "there is no tool subtract, only add, look, wait"),
     ],
 )
@@ -143,9 +209,28 @@ def test_what_hangs_is_left_behind_and_long_results_are_cut() -> None:
     assert answer_of(Call("", {}, "It is not JSON."), TOOLS, 5.0) == ("Error: It is not JSON.", True)
 
 
+def test_async_functions_share_one_loop() -> None:
+    """What a module keeps between calls belongs to the loop of its first use."""
+    tools = [Tool(function, "here") for function in (take_turns, block, leave, wait)]
+
+    def called(name: str, limit: float, **arguments: Any) -> str:
+        return answer_of(Call(name, arguments), tools, limit).text
+
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(2):
+            assert list(threads.map(lambda _: called("take_turns", 20.0, seconds=0.01), range(3))) == ["done"] * 3
+    assert called("take_turns", 0.05, seconds=60) == "Error: take_turns took more than 0.05 s."
+    assert called("take_turns", 20.0, seconds=0) == "done", "a call that is late is cancelled"
+    assert called("leave", 20.0) == "Error: SystemExit: 3"
+    assert called("block", 0.05, seconds=3) == "Error: block took more than 0.05 s."
+    assert called("wait", 2.0, forever=False) == "done", "a loop that is blocked is left behind"
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
+        (f"{__name__}:listed", r"has the parameter \*numbers: a model calls it"),
+        (f"{__name__}:named", r"has the parameter \*\*more"),
         (f"{__name__}:no_types", "has no schema .*Write a type for each parameter"),
         (f"{__name__}:no_docstring", "has no schema .*docstring"),
         (f"{__name__}:absent", "has no absent"),
