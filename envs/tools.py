@@ -11,12 +11,12 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from envs.by_path import by_path
-from envs.in_time import TooLate, awaited_in_time, in_time, in_words
+from envs.in_time import TooLate, awaited_in_time, error_text, in_time
 
 MOST_CHARACTERS = 4000  # of an answer
 
@@ -74,7 +74,7 @@ class Tool:
             )
             return ToolAnswer(capped(f"Error: {self.name}: {wrong}"), True)
         if isinstance(result, BaseException):
-            return ToolAnswer(capped(f"Error: {type(result).__name__}: {in_words(result)}"), True)
+            return ToolAnswer(capped(f"Error: {type(result).__name__}: {error_text(result)}"), True)
         try:
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except Exception as error:  # what a function returns may raise anything where it is written
@@ -137,6 +137,13 @@ def answer_of(call: Call, tools: Sequence[Tool], seconds: float) -> ToolAnswer:
 def result_of(call: Call, text: str) -> dict[str, Any]:
     """Return what a call came to as a message."""
     return {"role": "tool", "name": call.name, "content": text} | ({"tool_call_id": call.id} if call.id else {})
+
+
+def without_nothing(value: Any) -> Any:
+    """Return mappings without their keys that are None, at any depth: a table gives every row all keys."""
+    if isinstance(value, Mapping):
+        return {key: without_nothing(each) for key, each in value.items() if each is not None}
+    return [without_nothing(each) for each in value] if isinstance(value, list) else value
 
 
 def capped(text: str) -> str:

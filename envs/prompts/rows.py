@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,8 +13,10 @@ import numpy as np
 from envs.base import split_by_hash
 from envs.hub_sets import EMBEDDED, all_rows, split_names
 from envs.protocol import Message, template
+from envs.tools import without_nothing
 
 COLUMNS = ("prompt", "messages", "question", "problem", "instruction", "query", "input")  # that may hold the prompt
+SYSTEM = ("system", "system_prompt")  # columns that may hold the system message, as in phases 1 and 2
 HOMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 N_EMBEDDED = 4000
 ROLES = ("system", "user", "assistant", "tool")
@@ -41,7 +44,8 @@ class Conversation(NamedTuple):
     @property
     def key(self) -> str:
         """What decides whether two rows have the same prompt."""
-        return "\n".join([message["content"] for message in self.prompt] + self.later)
+        calls = [json.dumps(each["tool_calls"], default=str) for each in self.prompt if "tool_calls" in each]
+        return "\n".join([message["content"] for message in self.prompt] + calls + self.later)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,21 @@ def _embedded() -> tuple[list[dict[str, Any]], list[str]]:
 
 def conversation_of(row: Mapping[str, Any], source: Rows) -> Conversation:
     """Return the conversation of a row; ValueError where it has none."""
-    system: list[Message] = [] if source.system is None else [{"role": "system", "content": source.system}]
+    conversation = _conversation(row, source)
+    try:
+        conversation.key.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"its prompt holds half a character, {error.object[error.start]!a}, which is no text."
+        ) from None
+    return conversation
+
+
+def _conversation(row: Mapping[str, Any], source: Rows) -> Conversation:
+    said = source.system
+    if said is None and source.template is None:
+        said = next((row[name] for name in SYSTEM if isinstance(row.get(name), str) and row[name].strip()), None)
+    system: list[Message] = [] if said is None else [{"role": "system", "content": said}]
     if source.template is not None:
         text = filled(source.template, row)
         return Conversation([*system, {"role": "user", "content": text}], [], text)
@@ -145,12 +163,39 @@ def conversation_of(row: Mapping[str, Any], source: Rows) -> Conversation:
 
 
 def _messages(value: Any, column: str) -> list[Message]:
-    good = isinstance(value, list) and all(
-        isinstance(m, Mapping) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in value
-    )
-    if not good or not any(message["role"] == "user" for message in value):
+    messages = [_message(each) for each in value] if isinstance(value, list) else []
+    if None in messages or not any(message and message["role"] == "user" for message in messages):
         raise ValueError(f"{column} is neither a text nor a list of messages with role and content: {value!r:.80}.")
-    return [{"role": str(message["role"]), "content": message["content"]} for message in value]
+    return [message for message in messages if message]
+
+
+def _message(given: Any) -> Message | None:
+    """Return a message as templates expect it; None where it is not one."""
+    if not isinstance(given, Mapping) or given.get("role") not in ROLES:
+        return None
+    calls = given.get("tool_calls") or ([given["function_call"]] if given.get("function_call") else [])
+    content = "" if calls and given.get("content") is None else text_in(given.get("content"))
+    if content is None or (calls and (given["role"] != "assistant" or not _are_calls(calls))):
+        return None
+    message = {"role": str(given["role"]), "content": content}
+    if given["role"] == "tool":
+        message |= {key: given[key] for key in ("name", "tool_call_id") if isinstance(given.get(key), str)}
+    return message | ({"tool_calls": without_nothing(calls)} if calls else {})
+
+
+def _are_calls(calls: Any) -> bool:
+    functions = [each.get("function") or each for each in calls if isinstance(each, Mapping)]
+    names = [each.get("name") for each in functions if isinstance(each, Mapping)]
+    return isinstance(calls, list) and len(names) == len(calls) and all(isinstance(name, str) for name in names)
+
+
+def text_in(content: Any) -> str | None:
+    """Return a content as a text: it may be a list of parts of type text. None for anything else."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(text for text in texts if text) if whole else None
 
 
 def filled(source: str, row: Mapping[str, Any], empty: bool = False) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from envs.tools import Call
+from envs.tools import Call, without_nothing
 from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
@@ -149,13 +149,6 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(each)
     elif isinstance(value, str):
         yield value
-
-
-def without_nothing(value: Any) -> Any:
-    """Return mappings without their keys that are None, at any depth."""
-    if isinstance(value, Mapping):
-        return {key: without_nothing(each) for key, each in value.items() if each is not None}
-    return [without_nothing(each) for each in value] if isinstance(value, list) else value
 
 
 def parsed_json(text: str) -> Any:
