@@ -38,7 +38,7 @@ def in_time(call: Callable[[], Any], timeout: float) -> Any:
     if not found:
         return TooLate()
     main = threading.current_thread() is threading.main_thread()
-    if isinstance(found[0], ValueError) and "main thread" in in_words(found[0]) and main:
+    if isinstance(found[0], ValueError) and "main thread" in error_text(found[0]) and main:
         try:  # it sets a signal, which Python allows in the main thread alone: nothing limits its time then
             return call()
         except Exception as error:
@@ -74,7 +74,7 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def in_words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return what an exception says, in one line; whatever its `__str__` does."""
     try:
         return " ".join(str(error).split())

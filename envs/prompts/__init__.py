@@ -16,14 +16,14 @@ from envs.base import LateReward, TextEnv, known
 from envs.by_path import by_path
 from envs.hub_sets import EMBEDDED
 from envs.prompts.agents import OUTPUT, AgentProgram, agent_of
-from envs.prompts.calls import Answered, call_rewards
-from envs.prompts.rewards import Reward, own_reward_of, reward_of
-from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of
+from envs.prompts.calls import Answered, TrainerState, call_rewards
+from envs.prompts.rewards import own_reward_of, reward_of, with_own_titles
+from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of, text_in
 from envs.protocol import Message
 from envs.tools import environment_of, methods_of
 from envs.web import NoAnswer
 
-__all__ = ["AgentProgram", "Prompts"]
+__all__ = ["AgentProgram", "Prompts", "TrainerState"]
 
 ON_ERROR = ("skip", "stop")
 
@@ -64,7 +64,8 @@ class Prompts(TextEnv):
     - `prompt=None`: the column that holds the prompt, a text or messages; None takes the first of prompt, messages,
       question, problem, instruction, query and input that is there. Of `messages`, the model answers each user message.
     - `template=None`: a Jinja template that makes the prompt of the row's columns: "{{ question }} Think first."
-    - `system=None`: a system message before it.
+    - `system=None`: a system message before it; None takes the columns system and system_prompt, unless `template` is
+      set.
     - `rewards=None`: names of rewards.py, paths `module:function`, or mappings with `name`, `weight` and options; None
       takes math, or the `get_reward` of `environment` alone.
     - `environment=None`: `module:Class` of an environment in the style of TRL's `environment_factory`. Each episode has
@@ -125,16 +126,18 @@ class Prompts(TextEnv):
                 "prompts: agent is a program that talks to the model by itself: leave out environment and reply."
             )
         super().__init__(render_mode)
+        self.trainer_state = TrainerState(1, 1)  # outside of training that of its end
+        self.completion_ids: list[int] | None = None  # the tokens after the prompt, where a model of this process wrote
         self.on_error, self.timeout, self.success_at = known("on_error", on_error, ON_ERROR), timeout, success
         self.reply = None if reply is None else by_path(reply)
         self.config = Rows(path, config, rows, prompt, template, system)
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
+        self.methods = methods_of(self.environment) if environment else []
+        self.tools = list(self.methods)
         self.rewards_key = json.dumps([environment, *rewards], default=dict, sort_keys=True)
         self.columns = [*self.table.columns, *(["environments"] if environment else []), *(OUTPUT if agent else ())]
         given = [reward_of(each, self.columns) for each in rewards]
-        self.rewards: tuple[Reward, ...] = (*given, *([own_reward_of(self.environment)] if rewarding else []))
-        self.methods = methods_of(self.environment) if environment else []
-        self.tools = list(self.methods)
+        self.rewards = with_own_titles([*given, *([own_reward_of(self.environment)] if rewarding else [])])
         self.agent: AgentProgram | None = None if agent is None else agent_of(agent, given)
         if self.agent and (taken := [name for name in OUTPUT if name in self.table.columns]):
             raise ValueError(
@@ -161,7 +164,7 @@ class Prompts(TextEnv):
         return level.split
 
     def begin(self, level: PromptLevel) -> None:
-        self.level = level
+        self.level, self.completion_ids = level, None
         self.row: dict[str, Any] = self.table.rows[level.number]
         self.conversation: Conversation = conversation_of(self.row, self.config)
         if self.make_environment:
@@ -175,13 +178,14 @@ class Prompts(TextEnv):
         assert self.make_environment is not None
         self.environment = self.make_environment()
         opening = self.environment.reset(**self.row)
-        if opening is not None and not isinstance(opening, str):
-            raise ValueError(f"reset returned {type(opening).__name__}; it returns a text for the prompt, or None")
+        said = "" if opening is None else text_in(opening)
+        if said is None:
+            raise ValueError(f"reset returned {opening!r:.80}; it returns a text for the prompt, text parts, or None")
         others = [tool for tool in self.tools if tool not in self.methods]
         self.methods = methods_of(self.environment)
         self.tools = [*self.methods, *others]
         *before, last = self.conversation.prompt
-        prompt = [*before, last | {"content": last["content"] + (opening or "")}]
+        prompt = [*before, last | {"content": last["content"] + said}]
         self.conversation = self.conversation._replace(prompt=prompt, given=prompt)
 
     def messages(self) -> list[Message]:
@@ -251,7 +255,11 @@ class Prompts(TextEnv):
         prompt = self.conversation.prompt
         given = list(prompt) if self.tools else self.conversation.given
         row = self.row if self.environment is None else self.row | {"environments": self.environment}
-        return Answered(given, self.said[len(prompt) :], row, self.level.number)
+        said = self.said[len(prompt) :]
+        ids = self.completion_ids
+        if ids is None:
+            ids = list("".join(message["content"] for message in said).encode("utf-8", "replace"))
+        return Answered(given, said, row, self.level.number, ids)
 
     @classmethod
     def score(cls, envs: Sequence[TextEnv]) -> list[LateReward | Exception]:
@@ -260,14 +268,11 @@ class Prompts(TextEnv):
         groups: dict[Any, list[Prompts]] = {}
         for env in envs:
             assert isinstance(env, Prompts)
-            groups.setdefault((env.config, env.rewards_key, env.timeout, env.on_error), []).append(env)
-        for members in groups.values():
-            rewards, answered, stop = (
-                members[0].rewards,
-                [env.answered for env in members],
-                members[0].on_error == "stop",
-            )
-            found = call_rewards(rewards, answered, members[0].timeout, stop)
+            kind = (env.config, env.rewards_key, env.timeout, env.on_error, env.trainer_state)
+            groups.setdefault(kind, []).append(env)
+        for (_, _, timeout, on_error, state), members in groups.items():
+            rewards, answered = members[0].rewards, [env.answered for env in members]
+            found = call_rewards(rewards, answered, timeout, on_error == "stop", state)
             for env, parts in zip(members, found, strict=True):
                 if isinstance(parts, Exception):
                     scored[id(env)] = parts

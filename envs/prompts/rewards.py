@@ -5,40 +5,56 @@ rewards:
   - {name: length, words: 200, weight: 0.2}
   - my_module:my_function
 
-Every function has TRL's signature: reward(prompts, completions, **columns) -> list[float | None].
+Every function has TRL's signature: reward(prompts, completions, **columns) -> list[float | None]. An exception in the
+place of a number says why there is none for this answer.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
+
+import regex
 
 from envs.base import known
 from envs.by_path import by_path
 from envs.math_judge import LONGEST_ANSWER, equal, last_boxed, last_number
 
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-CALLED_WITH = ("prompts", "completions", "prompt")  # names that no column has when a function is called
+TAGGED = regex.compile(r"<answer>(.*?)</answer>", regex.DOTALL)
+CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")  # by TRL
+NO_COLUMNS = (*CALLED_WITH, "prompt", "completion")  # names that no column has when a function is called
 MARK = "####"  # before the answer in GSM8K
 THINK_FORMAT = r"<think>(?!.*<think>).*?</think>(?!.*<think>).*\S.*"
+MATCH_SECONDS = 1.0  # of a pattern for one answer: some take a time that is exponential in the length of a text
+LEAST = {"words": 1, "n": 1, "seconds": 0.01, "memory_mb": 1}  # of options that are numbers
+Value = float | Exception | None  # of one answer
 
 
 class Reward(NamedTuple):
-    """A function with its name in metrics and its weight; `names` are the columns it takes, all with `takes_all`."""
+    """A function with its name in metrics and its weight; `names` are the parameters it has, any with `takes_all`.
+
+    path: the name with that of the module, "my_module.my_function".
+    """
 
     title: str
+    path: str
     function: Callable[..., Any]
     weight: float
     names: tuple[str, ...]
     takes_all: bool
 
+    def takes(self, name: str) -> bool:
+        """Return whether it can be called with this name."""
+        return self.takes_all or name in self.names
+
     def given(self, columns: Sequence[str]) -> list[str]:
         """Return which of these columns it is called with."""
-        return [name for name in columns if name not in CALLED_WITH and (self.takes_all or name in self.names)]
+        return [name for name in columns if name not in NO_COLUMNS and self.takes(name)]
 
 
 def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
@@ -50,7 +66,8 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
     """
     entry = {"name": given} if isinstance(given, str) else dict(given)
     name, weight = entry.pop("name", None), entry.pop("weight", 1.0)
-    if not isinstance(name, str) or isinstance(weight, bool) or not isinstance(weight, int | float):
+    number = isinstance(weight, int | float) and not isinstance(weight, bool) and isfinite(weight)
+    if not isinstance(name, str) or not number:
         raise ValueError(f"prompts: {given!r} is not a reward. Write a name, module:function, or {{name, weight}}.")
     if ":" in name:
         try:
@@ -65,52 +82,107 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
             path = ":".join(name.rsplit(".", 1))
             raise ValueError(f"prompts: {name} is not a built-in reward. A function of yours has a colon: {path}")
         function, title = BUILT_IN[known("reward of prompts", name, BUILT_IN)], name
-        lost = entry.get("lost")
-        if function is exit_code and (type(lost) is not int or lost == 0):
-            raise ValueError(
-                "prompts: the reward exit_code needs to know with which exit code a program says that it lost: write"
-                " {name: exit_code, lost: 1}. Any other but 0 is a crash; so choose another number where an uncaught"
-                " exception of Python, which ends a program with 1, is not a loss."
-            )
-    if entry:
-        accepted = inspect.signature(function).parameters
-        for option in entry:
-            if option not in accepted:
-                raise ValueError(f"prompts: the reward {name} has no option {option}.")
-        function = partial(function, **entry)
-    return _with_columns(title, function, float(weight), columns)
+    accepted = inspect.signature(function).parameters
+    for option in entry:
+        kind = accepted[option].kind if option in accepted else None
+        if option in CALLED_WITH or kind not in (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        ):
+            raise ValueError(f"prompts: the reward {name} has no option {option}.")
+    if ":" not in name:
+        defaults = {key: each.default for key, each in accepted.items() if each.kind is each.KEYWORD_ONLY}
+        if problem := _wrong_option(function, defaults | entry, columns):
+            raise ValueError(f"prompts: the reward {name} {problem}")
+    return _with_columns(
+        title, name.replace(":", "."), partial(function, **entry) if entry else function, weight, columns
+    )
+
+
+def _wrong_option(function: Callable[..., Any], options: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Return what is wrong with the options of a built-in function, defaults included; empty where nothing is."""
+    if function is exit_code and (type(options["lost"]) is not int or options["lost"] == 0):
+        return (
+            "needs to know with which exit code a program says that it lost: write {name: exit_code, lost: 1}. Any"
+            " other but 0 is a crash; so choose another number where an uncaught exception of Python, which ends a"
+            " program with 1, is not a loss."
+        )
+    if "column" in options and options["column"] not in columns:
+        return (
+            f"reads the column {options['column']}, and the rows have {', '.join(columns)}: name another with the"
+            " option column."
+        )
+    for option, least in LEAST.items():
+        value = options.get(option, least)
+        whole = type(value) is int or (type(value) is float and option in ("words", "seconds"))
+        if not whole or not least <= value < float("inf"):
+            return f"has the option {option}, a number of at least {least}, not {value!r:.40}."
+    try:
+        regex.compile(options.get("pattern", ""))
+    except (regex.error, TypeError) as error:
+        return f"has the option pattern, which is not a regular expression ({error}): {options['pattern']!r:.80}."
+    return ""
 
 
 def own_reward_of(environment: Any) -> Reward:
     """Return the reward that an environment in TRL's style gives itself, by its `get_reward`."""
 
     def get_reward(prompts: list[Any], completions: list[Any], *, environments: list[Any]) -> list[Any]:
-        return [each.get_reward() for each in environments]
+        def of(each: Any) -> Any:
+            try:
+                return each.get_reward()
+            except Exception as error:  # of one instance, which costs its own answer alone
+                return error
+
+        return [of(each) for each in environments]
 
     async def wait_for_reward(prompts: list[Any], completions: list[Any], *, environments: list[Any]) -> list[Any]:
-        return [await each.get_reward() for each in environments]
+        async def of(each: Any) -> Any:
+            try:
+                return await each.get_reward()
+            except Exception as error:
+                return error
+
+        return [await of(each) for each in environments]
 
     function = wait_for_reward if inspect.iscoroutinefunction(environment.get_reward) else get_reward
-    return _with_columns(type(environment).__name__, function, 1.0, ["environments"])
+    kind = type(environment)
+    return _with_columns(kind.__name__, f"{kind.__module__}.{kind.__name__}", function, 1.0, ["environments"])
 
 
-def _with_columns(title: str, function: Callable[..., Any], weight: float, columns: Sequence[str]) -> Reward:
+def with_own_titles(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
+    """Return rewards of which no two have the same title, by which their values are told apart."""
+    often = Counter(each.title for each in rewards)
+    found: dict[str, Reward] = {}
+    for reward in rewards:
+        name = title = reward.path if often[reward.title] > 1 else reward.title
+        number = 1
+        while title in found:
+            number += 1
+            title = f"{name}_{number}"
+        found[title] = reward._replace(title=title)
+    return tuple(found.values())
+
+
+def _with_columns(title: str, path: str, function: Callable[..., Any], weight: float, columns: Sequence[str]) -> Reward:
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     needed = [
         each.name
         for each in parameters
-        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
-    wanted = [name for name in needed if name not in ("prompts", "completions", *columns)]
-    if wanted or not {"prompts", "completions"} <= {*names, *(("prompts", "completions") if takes_all else ())}:
+    given = [name for name in names if name in (*CALLED_WITH, *columns)]
+    wanted = [name for name in needed if name not in given]
+    reward = Reward(title, path, function, float(weight), tuple(names), takes_all)
+    if wanted or not (reward.takes("prompts") and reward.takes("completions")):
         raise ValueError(
-            f"prompts: the reward {title} is called as {title}(prompts, completions, **columns), with the columns"
-            f" {', '.join(columns)}; it has the parameters {inspect.signature(function)}"
+            f"prompts: the reward {title} is called as {title}(prompts, completions, **columns), by keyword, with the"
+            f" columns {', '.join(columns)}; it has the parameters {inspect.signature(function)}"
             f"{f', and there is no column {wanted[0]}' if wanted else ''}."
         )
-    return Reward(title, function, weight, tuple(names), takes_all)
+    return reward
 
 
 def text_of(completion: Any) -> str:
@@ -131,7 +203,7 @@ def math(
     The answer is what the last \boxed{} holds, else what stands in <answer>, else all of it or its last number. The
     reference is what follows #### in the column, else what its last \boxed{} holds, else all of it.
     """
-    references = _column(columns, column, "math")
+    references = columns[column]
     return [
         None if reference is None else float(same_answer(text_of(completion), str(reference)))
         for completion, reference in zip(completions, references, strict=True)
@@ -151,7 +223,7 @@ def exact_match(
     prompts: list[Any], completions: list[Any], *, column: str = "answer", **columns: list[Any]
 ) -> list[float | None]:
     """Return 1 where the answer is the text of the column, case and white space aside; what <answer> holds counts."""
-    references = _column(columns, column, "exact_match")
+    references = columns[column]
     return [
         None if reference is None else float(_plain(_tagged(text_of(completion))) == _plain(str(reference)))
         for completion, reference in zip(completions, references, strict=True)
@@ -169,10 +241,15 @@ def _plain(text: str) -> str:
 
 def format(
     prompts: list[Any], completions: list[Any], *, pattern: str = THINK_FORMAT, **columns: list[Any]
-) -> list[float | None]:
+) -> list[Value]:
     """Return 1 where the whole answer matches a regular expression, else 0; the default asks for one thought first."""
-    compiled = re.compile(pattern, re.DOTALL)
-    return [float(compiled.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
+    compiled, found = regex.compile(pattern, regex.DOTALL), list[Value]()
+    for completion in completions:
+        try:
+            found.append(float(compiled.fullmatch(text_of(completion).strip(), timeout=MATCH_SECONDS) is not None))
+        except TimeoutError:
+            found.append(TimeoutError(f"the pattern took more than {MATCH_SECONDS:g} s for this answer"))
+    return found
 
 
 def length(prompts: list[Any], completions: list[Any], *, words: int = 200, **columns: list[Any]) -> list[float | None]:
@@ -200,25 +277,33 @@ def program_tests(
     seconds: float = 2.0,
     memory_mb: int = 1024,
     **columns: list[Any],
-) -> list[float | None]:
+) -> list[Value]:
     """Return the share of tests that the program in the answer passes, in a sandbox.
 
     The column holds a list of {"input", "output"}, what the program reads and must print; with a column `function`, the
-    arguments and the value of that function as JSON.
+    arguments and the value of that function as JSON. It may be a JSON text of that list.
     """
     from envs.deep_coder.sandbox import Limits, require
     from envs.deep_coder.verdict import CodeProblem, Test, judge, program_of
 
     require()
-    all_tests, names = _column(columns, column, "program_tests"), columns.get("function") or [""] * len(completions)
-    found: list[float | None] = []
+    all_tests, names = columns[column], columns.get("function") or [""] * len(completions)
+    found: list[Value] = []
     for completion, tests, function in zip(completions, all_tests, names, strict=True):
-        if not tests:
+        if not tests or tests == "[]":
             found.append(None)
             continue
-        problem = CodeProblem("", function or "", tuple(Test(each["input"], each["output"]) for each in tests), 0, "")
-        verdict = judge(problem, program_of(text_of(completion)), Limits(seconds, seconds * len(tests), memory_mb))
-        found.append(verdict.passed / len(tests))
+        try:
+            listed = json.loads(tests) if isinstance(tests, str) else tests
+            cases = [Test(each["input"], each["output"]) for each in listed]
+            if not all(isinstance(text, str) for case in cases for text in (case.input, case.output)):
+                raise TypeError
+        except (TypeError, ValueError, LookupError):
+            found.append(ValueError(f'{column} is not a list of {{"input", "output"}}, two texts: {tests!r:.80}'))
+            continue
+        problem = CodeProblem("", function or "", tuple(cases), 0, "")
+        verdict = judge(problem, program_of(text_of(completion)), Limits(seconds, seconds * len(cases), memory_mb))
+        found.append(verdict.passed / len(cases))
     return found
 
 
@@ -232,12 +317,6 @@ def exit_code(
 def is_exit_code(reward: Reward) -> bool:
     """Return whether a reward is `exit_code`, whose options are keywords of a partial."""
     return isinstance(reward.function, partial) and reward.function.func is exit_code
-
-
-def _column(columns: Mapping[str, list[Any]], name: str, reward: str) -> list[Any]:
-    if name not in columns:
-        raise ValueError(f"there is no column {name}, which {reward} reads; name another with the option column")
-    return columns[name]
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {

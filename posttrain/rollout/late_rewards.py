@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from envs import TextEnv
 from envs.process_state import keep_process_state
+from envs.prompts import Prompts
 from posttrain.types import Trajectory
 
 
@@ -19,6 +20,8 @@ def score_late(trajectories: Sequence[Trajectory]) -> None:
         unscored: TextEnv | None = trajectory.unscored
         if unscored is not None:
             waiting.setdefault(type(unscored), []).append(trajectory)
+            if isinstance(unscored, Prompts):
+                unscored.completion_ids = completion_ids(trajectory, unscored.agent is not None)
     for env, members in waiting.items():
         with keep_process_state(members[0].env):
             scores = env.score([each.unscored for each in members])
@@ -30,3 +33,12 @@ def score_late(trajectories: Sequence[Trajectory]) -> None:
             trajectory.turn_rewards[-1] += score.reward
             trajectory.success, trajectory.failure = score.success, score.failure
             trajectory.reward_parts = score.parts
+
+
+def completion_ids(trajectory: Trajectory, last: bool) -> list[int]:
+    """Return the tokens after the prompt, with those of tools and users between the answers, as TRL gives them.
+
+    last: of the last context alone.
+    """
+    segments = trajectory.segments[-1:] if last else trajectory.segments
+    return [token for segment in segments for token in segment.ids[segment.turn_starts[0] :]]

@@ -16,6 +16,7 @@ from transformers import set_seed
 
 from envs.episode import Episode
 from envs.process_state import keep_process_state
+from envs.prompts import Prompts, TrainerState
 from posttrain import models, plan
 from posttrain.config import ChatRun, EnvSection, StarPORun, TrainingEnvSection, command
 from posttrain.models import Chat, model_card
@@ -164,6 +165,9 @@ def levels(
             noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
             episodes.append(new_episode(played[group], cfg.protocol, seeds_G[group], "train", noise_seed))
             seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
+    for episode in episodes:
+        if isinstance(episode, Episode) and isinstance(episode.env, Prompts):
+            episode.env.trainer_state = TrainerState(step - 1, cfg.trainer.max_steps)
     return episodes, seeds
 
 

@@ -14,10 +14,13 @@ from open_envs import needs_sandbox
 from envs import make
 from envs.base import LateReward
 from envs.episode import Episode
+from envs.prompts import TrainerState
+from envs.prompts.rows import Rows, conversation_of
 from envs.protocol import Protocol
 from envs.web import NoAnswer
 
 Module = Callable[[str], str]
+OF_TRL = ("completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
 @pytest.fixture
@@ -106,6 +109,20 @@ def test_prompts_of_many_forms(
         ({"path": "no_such_file.jsonl"}, "there is no file no_such_file.jsonl"),
         ({"turns": 3}, "set reply"),
         ({"timeout": 0}, "timeout > 0"),
+        ({"rewards": [{"name": "format", "pattern": "("}]}, "pattern, which is not a regular expression (missing )"),
+        ({"rewards": [{"name": "format", "pattern": 5}]}, "pattern, which is not a regular expression"),
+        ({"rewards": [{"name": "length", "words": 0}]}, "words, a number of at least 1, not 0"),
+        ({"rewards": [{"name": "length", "words": "a"}]}, "words, a number of at least 1, not 'a'"),
+        ({"rewards": [{"name": "repetition", "n": 1.5}]}, "n, a number of at least 1, not 1.5"),
+        (
+            {"rewards": [{"name": "math", "column": "solution"}]},
+            "reads the column solution, and the rows have question",
+        ),
+        ({"rewards": ["program_tests"]}, "reads the column tests"),
+        ({"rewards": [{"name": "math", "prompts": 1}]}, "no option prompts"),
+        ({"rewards": [{"name": "math", "columns": 1}]}, "no option columns"),
+        ({"rewards": [{"name": "math", "weight": float("nan")}]}, "is not a reward"),
+        ({"rewards": [{"name": "math", "weight": float("inf")}]}, "is not a reward"),
         ({"on_error": "ignore"}, "Known: skip, stop"),
     ],
 )
@@ -161,7 +178,8 @@ def test_functions_are_called_as_trl_calls_them(tmp_path: Path, module: Module) 
         "def all_of_it(prompts, completions, **columns):\n"
         "    seen.append((prompts, completions, columns))\n"
         "    return [float(len(c)) for c in completions]\n"
-        "def some(completions, prompts, answer, **kwargs):\n"
+        "def some(completions, prompts, answer, **kwargs):\n"  # the other way round: they are given by keyword
+        "    assert prompts[0] in ('one', 'two')\n"
         "    return [0.5 if a == '2' else None for a in answer]\n"
     )
     rows = [{"prompt": "one", "answer": "1", "tag": ["x"]}, {"prompt": "two", "answer": "2", "tag": []}]
@@ -178,7 +196,7 @@ def test_functions_are_called_as_trl_calls_them(tmp_path: Path, module: Module) 
 
     ((prompts, completions, columns),) = sys.modules[name].seen
     assert len(prompts) == 6 and completions == ["a", "ab", "abc", "a", "ab", "abc"], "one call for all answers"
-    assert set(columns) == {"answer", "tag"} and columns["answer"] == [env.row["answer"] for env in envs]
+    assert set(columns) == {"answer", "tag", *OF_TRL} and columns["answer"] == [env.row["answer"] for env in envs]
     for env, score, text in zip(envs, scores, completions, strict=True):
         assert isinstance(score, LateReward)
         parts = {"all_of_it": float(len(text))} | ({"some": 0.5} if env.row["answer"] == "2" else {})
@@ -188,6 +206,102 @@ def test_functions_are_called_as_trl_calls_them(tmp_path: Path, module: Module) 
     env = make("prompts", path=chat, rewards=[{"name": f"{name}:all_of_it"}])
     assert answer(env, "yo").past[-1].reward == 1.0, "a list of one message"
     assert sys.modules[name].seen[-1][1] == [[{"role": "assistant", "content": "yo"}]]
+
+
+TRL = """
+from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
+cosine, repeated = get_cosine_scaled_reward(max_len=10), get_repetition_penalty_reward(ngram_size=1)
+overlong = get_soft_overlong_punishment(max_completion_len=6, soft_punish_cache=4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "text", "value"),
+    [
+        ("trl.rewards:think_format_reward", "<think>a</think>b", 1.0),
+        ("trl.rewards:accuracy_reward", r"\boxed{2}", 1.0),
+        ("trl.rewards:reasoning_accuracy_reward", r"<think>a</think>\boxed{3}", 0.0),
+        ("cosine", r"\boxed{2}", 0.75),
+        ("repeated", "x", -0.6),
+        ("overlong", "x", -0.75),
+    ],
+)
+def test_rewards_of_trl_run_unchanged(tmp_path: Path, module: Module, reward: str, text: str, value: float) -> None:
+    asked = ([{"role": "user", "content": f"{n}: 1 + 1"}] for n in range(8))
+    rows = [{"prompt": prompt, "solution": "2", "completion": "x", "completion_ids": 1} for prompt in asked]
+    name = module(TRL)
+    path = write(tmp_path / "rows.jsonl", rows)
+    env: Any = make("prompts", path=path, rewards=[reward if ":" in reward else f"{name}:{reward}"])
+    env.late = True
+    answer(env, text)
+    env.completion_ids = [7, 8, 7, 7, 7]
+    (score,) = env.score([env])
+    assert score.reward == pytest.approx(value), score
+
+
+def test_what_trl_gives_beside_columns(module: Module) -> None:
+    name = module(
+        "def f(prompts, completions, completion_ids, trainer_state, log_metric, log_extra=None):\n"
+        "    log_metric('share', 0.5)\n"
+        "    log_extra('length', [len(ids) for ids in completion_ids])\n"
+        "    return [trainer_state.global_step / trainer_state.max_steps + len(ids) for ids in completion_ids]\n"
+    )
+    env: Any = make("prompts", rewards=[f"{name}:f"])
+    assert answer(env, "four").past[-1].reward == 1 + 4, "the bytes of the text, where no model of ours wrote"
+    env.late, env.trainer_state = True, TrainerState(1, 4)
+    answer(env, "four")
+    env.completion_ids = [7, 8]
+    assert [score.reward for score in env.score([env])] == [2.25]
+
+
+def test_two_rewards_with_one_name_are_told_apart(tmp_path: Path, module: Module) -> None:
+    name = module("def f(prompts, completions, **kw): return [1.0] * len(completions)\nclass g:\n    f = f\n")
+    other = f"other_{name}"
+    (tmp_path / f"{other}.py").write_text("def f(prompts, completions, **kw): return [0.0] * len(completions)\n")
+    patterns = [{"name": "format", "pattern": pattern, "weight": 4} for pattern in ("x+", "y")]
+    env: Any = make("prompts", rewards=[f"{name}:f", {"name": f"{other}:f", "weight": 2}, *patterns])
+    env.late = True
+    answer(env, "xx")
+    (score,) = env.score([env])
+    assert score.parts == {f"{name}.f": 1.0, f"{other}.f": 0.0, "format": 1.0, "format_2": 0.0} and score.reward == 5
+
+
+def test_what_a_module_keeps_is_good_for_the_next_call(module: Module) -> None:
+    name = module(
+        "import asyncio\n"
+        "turn = asyncio.Semaphore(1)\n"
+        "async def one(text):\n"
+        "    async with turn:\n"
+        "        await asyncio.sleep(0.001)\n"
+        "    return 1.0\n"
+        "async def f(completions, **kw):\n"
+        "    return await asyncio.gather(*map(one, completions * 3))\n"
+        "class Object:\n"
+        "    async def __call__(self, prompts, completions, scale=1.0, **kw):\n"
+        "        return [scale * value for value in (await f(completions))[:1]]\n"
+        "g, made = (lambda **kw: Object()(**kw)), Object()\n"
+    )
+    rewards = [f"{name}:g", f"{name}:made", {"name": f"{name}:made", "scale": 2.0}]
+    env = make("prompts", rewards=rewards, timeout=20.0)
+    for _ in range(2):
+        assert answer(env, "x").past[-1].reward == 4.0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "np.ones(1)",
+        "torch.ones(1)",
+        "(1.0 for _ in range(1))",
+        "(1.0,)",
+        "[np.float32(1)]",
+        "[True]",
+        "map(float, [1])",
+    ],
+)
+def test_values_may_be_any_iterable(module: Module, values: str) -> None:
+    name = module(f"import numpy as np\nimport torch\ndef f(completions, **kw): return {values}\n")
+    assert answer(make("prompts", rewards=[f"{name}:f"]), "x").past[-1].reward == 1.0
 
 
 def test_async_functions_wait_side_by_side(module: Module) -> None:
@@ -207,30 +321,34 @@ def test_async_functions_wait_side_by_side(module: Module) -> None:
     ("body", "words"),
     [
         ("raise KeyError('oops')", "raised KeyError: 'oops'"),
+        ("class Silent(Exception): __str__ = None\n    raise Silent", "raised Silent: (without words"),
+        ("class Odd: __float__ = __repr__ = lambda self: 1 / 0\n    return [Odd()]", "returned Odd, which is not a"),
+        ("raise TimeoutError", "raised TimeoutError: "),
         ("return [1.0] * (len(completions) + 1)", "returned 2 values for 1 answers"),
         ("return [float('nan')]", "returned nan, which is not a finite number"),
         ("return ['1']", "returned '1', which is not a finite number"),
         ("return None", "returned NoneType, and not a list"),
+        ("return {'a': 1.0}", "returned dict, and not a list"),
+        ("return (1 / 0 for _ in completions)", "raised ZeroDivisionError"),
+        ("import itertools; return itertools.repeat(threading.Event().wait())", "it took more than 0.2 s"),
         ("return [None]", "no reward function applies"),
-        ("import threading; threading.Event().wait()", "it took more than 0.2 s"),
+        ("threading.Event().wait()", "it took more than 0.2 s"),
     ],
 )
 def test_a_function_that_fails_is_named_with_its_row(
     module: Module, capsys: pytest.CaptureFixture[str], body: str, words: str
 ) -> None:
-    name = module(f"def f(prompts, completions, **kwargs):\n    {body}\n")
+    name = module(f"import threading\ndef f(prompts, completions, **kwargs):\n    {body}\n")
     env = make("prompts", rewards=[f"{name}:f"], timeout=0.2)
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"f|applies") as error:
         answer(env, "x")
     assert words in str(error.value) and time.monotonic() - began < 20
-    if "applies" not in words:
-        assert f"row {env.level.number + 1}, prompt " in capsys.readouterr().err
+    assert f"row {env.level.number + 1}, prompt " in capsys.readouterr().err
 
     env = make("prompts", rewards=[f"{name}:f"], timeout=0.2, on_error="stop")
-    if "applies" not in words:
-        with pytest.raises(NoAnswer, match="on_error: skip"):
-            answer(env, "x")
+    with pytest.raises(NoAnswer, match="on_error: skip"):
+        answer(env, "x")
 
 
 def test_one_bad_value_costs_its_own_answer_alone(module: Module) -> None:
@@ -248,8 +366,12 @@ def test_one_bad_value_costs_its_own_answer_alone(module: Module) -> None:
 
 
 def test_a_signature_that_cannot_be_called_is_refused(module: Module) -> None:
-    name = module("def f(prompts, completions, solution): return []\ndef g(completions): return []\n")
+    name = module(
+        "def f(prompts, completions, solution): return []\ndef g(completions): return []\n"
+        "def h(prompts, completions, /, **kw): return []\n"
+    )
     for function, words in (
+        ("h", "it has the parameters (prompts, completions, /, **kw)"),
         ("f", "there is no column solution"),
         ("g", "is called as g(prompts, completions, **columns)"),
     ):
@@ -327,6 +449,107 @@ def test_programs_are_tested_in_the_sandbox(tmp_path: Path) -> None:
     )
     episode = answer(env, "Here:\n```python\nprint(sum(map(int, input().split())))\n```")
     assert episode.past[-1].reward == 0.5 and not episode.success
+
+
+def test_a_pattern_that_takes_too_long_costs_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.prompts.rewards.MATCH_SECONDS", 0.2)
+    envs = []
+    for text in ("a", "a" * 60 + "b"):
+        env: Any = make("prompts", rewards=[{"name": "format", "pattern": "(a|aa)+"}], timeout=20.0)
+        env.late = True
+        answer(env, text)
+        envs.append(env)
+    first, late = env.score(envs)
+    assert first.reward == 1.0 and "the pattern took more than 0.2 s" in str(late)
+
+
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
+ASKED = {"role": "assistant", "content": None, "tool_calls": CALLS}
+
+
+def test_calls_and_parts_in_a_prompt_are_kept(tmp_path: Path) -> None:
+    prompt = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}]},
+        ASKED,
+        {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "add", "tool_calls": None},
+        {"role": "user", "content": "c", "name": "Bob"},
+    ]
+    env = make("prompts", path=write(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "1"}] * 3))
+    assert answer(env).messages == [
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "add"},
+        {"role": "user", "content": "c"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "a", "tool_calls": CALLS},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": 1}]},
+        {"role": "assistant", "content": "", "tool_calls": "add(1)"},
+        {"role": "user", "content": [{"type": "image", "image": "x"}]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"content": "a"},
+        "a",
+    ],
+)
+def test_messages_that_cannot_be_read_are_refused(tmp_path: Path, message: Any) -> None:
+    rows = [{"prompt": [message, {"role": "user", "content": "a"}], "answer": "1"}]
+    with pytest.raises(ValueError, match=r"row 1 of path=.*prompt is neither a text nor a list of messages"):
+        make("prompts", path=write(tmp_path / "rows.jsonl", rows))
+
+
+def test_half_a_character_is_told_with_its_row(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b\ud83d", "answer": "1"}]
+    with pytest.raises(ValueError, match=r"row 2 of path=.*half a character, '\\ud83d'"):
+        make("prompts", path=write(tmp_path / "rows.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "systems"),
+    [
+        ({"prompt": "a", "system": "Be brief."}, {}, ["Be brief."]),
+        ({"prompt": "a", "system_prompt": "Be brief.", "system": None}, {}, ["Be brief."]),
+        ({"prompt": "a", "system": " "}, {}, []),
+        ({"prompt": "a", "system": "Be brief."}, {"system": "Be long."}, ["Be long."]),
+        ({"prompt": "a", "system": "Be brief."}, {"template": "{{ prompt }}"}, []),
+        ({"messages": [{"role": "user", "content": "a"}], "system": "Be brief."}, {}, ["Be brief."]),
+    ],
+)
+def test_a_column_may_hold_the_system_message(row: dict[str, Any], options: dict[str, Any], systems: list[str]) -> None:
+    names = ("prompt", "template", "system")
+    prompt = conversation_of(row, Rows("", None, None, *(options.get(name) for name in names))).prompt
+    assert [message["content"] for message in prompt if message["role"] == "system"] == systems
+
+
+def test_rows_whose_tests_cannot_be_read_cost_their_own_answers_alone(tmp_path: Path) -> None:
+    from envs.deep_coder.sandbox import require
+
+    try:
+        require()
+    except ValueError as problem:
+        pytest.skip(str(problem))
+    tests = [{"input": "1", "output": "1"}]
+    columns = {"a": tests, "b": json.dumps(tests), "c": [{"in": "1"}], "d": "[{", "e": [{"input": 1, "output": 1}]}
+    path = write(tmp_path / "rows.jsonl", [{"prompt": name, "tests": column} for name, column in columns.items()])
+    envs: dict[str, Any] = {}
+    for seed in range(200):
+        env: Any = make("prompts", path=path, rewards=["program_tests"])
+        env.late = True
+        answer(env, "```python\nprint(input())\n```", seed=seed)
+        envs[env.row["prompt"]] = env
+    names = sorted(envs)
+    scores = dict(zip(names, env.score([envs[name] for name in names]), strict=True))
+    good = {name: score.reward for name, score in scores.items() if isinstance(score, LateReward)}
+    assert good == dict.fromkeys([name for name in names if name in "ab"], 1.0) and len(names) > len(good)
+    assert all("tests is not a list of" in str(scores[name]) for name in names if name not in good)
 
 
 def test_a_hanging_async_function_leaves_the_others_their_values(module: Module) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import envs
-from envs.base import TextEnv
+from envs.base import LateReward, TextEnv
 from envs.episode import Episode
 from envs.protocol import Protocol
 from envs.tools import Call
@@ -40,6 +40,23 @@ class Counter:
 class Judge(Counter):
     async def get_reward(self) -> float:
         return float(self.value == self.target)
+
+
+class Fragile(Counter):
+    def get_reward(self) -> float:
+        if not self.value:
+            raise RuntimeError("nothing was counted")
+        return 1.0
+
+
+class FragileJudge(Fragile):
+    async def get_reward(self) -> float:
+        return super().get_reward()
+
+
+class Parts(Counter):
+    def reset(self, **row: Any) -> Any:
+        return [{"type": "text", "text": " Count"}, {"type": "text", "text": " to 3."}]
 
 
 class Silent(Counter):
@@ -103,10 +120,27 @@ def test_reward_functions_are_given_environments(tmp_path: Path) -> None:
     assert answered.answered.completion[0]["tool_calls"][0]["function"] == {"name": "count", "arguments": {"by": 2}}
 
 
+@pytest.mark.parametrize("kind", ["Fragile", "FragileJudge"])
+def test_an_environment_that_raises_costs_its_own_answer_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    episodes = [Episode(opened(tmp_path, kind), Protocol(), seed, "train") for seed in (1, 2, 3)]
+    for number, episode in enumerate(episodes):
+        episode.env.late = True
+        count(episode, number % 2)
+        episode.step("Done.")
+    first, second, third = type(episodes[0].env).score([episode.env for episode in episodes])
+    assert isinstance(first, ValueError) and isinstance(third, ValueError) and isinstance(second, LateReward)
+    assert second.parts == {kind: 1.0} and "RuntimeError: nothing was counted" in str(first)
+    assert f"row {episodes[0].env.level.number + 1} and 1 more" in capsys.readouterr().err
+
+
 def test_what_reset_says(tmp_path: Path) -> None:
     plain = Episode(opened(tmp_path, "Silent", rewards=["length"]), Protocol(), 1, "train")
     assert plain.messages[-1]["content"].startswith("Hello") and plain.messages[-1]["content"].endswith(".")
-    with pytest.raises(ValueError, match="reset returned int"):
+    parts = Episode(opened(tmp_path, "Parts", rewards=["length"]), Protocol(), 1, "train")
+    assert parts.messages[-1]["content"].endswith(". Count to 3.")
+    with pytest.raises(ValueError, match="reset returned 5"):
         Episode(opened(tmp_path, "Odd", rewards=["length"]), Protocol(), 1, "train")
 
 

@@ -150,3 +150,21 @@ def test_bad_tools_are_refused_before_anything_is_played(tmp_path: Any, tiny_cha
     )
     with pytest.raises(UserError, match=r"does not show tools to the model.*chat\.template=chatml"):
         played(Chat.load(tokenizer, None), section(tmp_path), [["144"]])
+
+
+def test_reward_functions_are_given_the_tokens_after_the_prompt(tmp_path: Any, tiny_chat: Chat) -> None:
+    """Those of tools between them included, as by TRL."""
+    SEEN.clear()
+    turns = ["I compute.\n" + call(expression="12*12"), "<answer>144</answer>"]
+    (t,) = played(tiny_chat, section(tmp_path, options={"rewards": [f"{__name__}:seen"]}), [turns])
+    schemas = [tool.schema for tool in open_env(section(tmp_path)).tools]
+    prompt = tiny_chat.prompt(t.messages[:1], schemas)
+    assert [t.segments[0].ids[len(prompt) :]] == SEEN and t.reward == 1.0
+
+
+SEEN: list[list[int]] = []
+
+
+def seen(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    SEEN.extend(completion_ids)
+    return [1.0] * len(completion_ids)

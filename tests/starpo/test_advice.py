@@ -17,6 +17,7 @@ from posttrain.rollout import open_env
 from posttrain.starpo import advice
 from posttrain.starpo.advice import GAIN, Start, advice_text, measure_start, rate_warning, steps_to_see, verdicts
 from posttrain.starpo.learner import Learner
+from posttrain.starpo.run import levels
 from posttrain.types import Trajectory
 
 GOOD = Start("sokoban", 0.3, 0.9, 16, 0.8, 0.5, 0.05, 0.0, 0.2)
@@ -162,3 +163,10 @@ def test_a_run_begins_with_the_advice(player: Path, tmp_path: Path, capsys: pyte
     train(file)
     told = "".join(capsys.readouterr())
     assert told.count("Before the first update, on training levels:") == 1 and "frozen_lake, 4 levels: " in told
+
+
+def test_reward_functions_know_the_step_that_answers_are_for() -> None:
+    cfg = config().model_copy(update={"envs": [TrainingEnvSection(name="prompts")]})
+    episodes, _ = levels(cfg, 3)
+    states = {episode.env.trainer_state for episode in episodes if not isinstance(episode, Trajectory)}
+    assert states == {(2, cfg.trainer.max_steps)}
