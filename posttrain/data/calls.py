@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.models import Message, parsed_json, plain_calls, tools_key, without_nothing
+from envs.tools import without_nothing
+from posttrain.models import Message, parsed_json, plain_calls, tools_key
 from posttrain.types import UserError
 
 CALLERS = ("function_call", "tool_call")  # roles of ShareGPT's messages
@@ -45,8 +46,8 @@ def with_calls(message: Message) -> Message | str:
             calls = parsed_json(message["content"]) if isinstance(message["content"], str) else None
             calls = calls if isinstance(calls, list) else [calls]
             message = message | {"role": "assistant", "content": ""}
-        elif calls is not None and isinstance(calls, str):
-            calls = parsed_json(calls)
+        else:  # columns of a table give every call all keys, a JSON text has those that it means
+            calls = parsed_json(calls) if isinstance(calls, str) else without_nothing(calls)
         if calls is None:
             return message
         plain = plain_calls(calls)

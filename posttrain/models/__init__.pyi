@@ -72,5 +72,4 @@ from .tools import (
     plain_calls as plain_calls,
     texts_in as texts_in,
     tools_key as tools_key,
-    without_nothing as without_nothing,
 )

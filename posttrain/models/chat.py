@@ -19,6 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,7 @@ from tokenizers import AddedToken
 from posttrain.config import find_file
 from posttrain.files import read_text
 from posttrain.models.literals import REMEDY, Literals, Message
-from posttrain.models.tools import TOOL_CALLS, Said, Tools, read_calls, tools_key
+from posttrain.models.tools import PROBE_CALL, TOOL_CALLS, Said, Tools, marks_of, read_calls, tools_key
 from posttrain.runtime import panics_in_words, plain_text_tokenizer
 from posttrain.types import UserError
 
@@ -220,7 +221,12 @@ class Chat(Literals):
 
     def read_calls(self, text: str) -> Said:
         """Return the calls of tools in the text of a sampled turn."""
-        return read_calls(text, self.call_form, self.tokenizer)
+        form = self.call_form
+        return read_calls(text, form, self.tokenizer, self._call_marks if form == "response" else ("", ""))
+
+    @cached_property
+    def _call_marks(self) -> tuple[str, str]:
+        return marks_of(self.written({"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}))
 
     def content_ids(self, text: str) -> list[int]:
         """Return the ids of plain text: "<|im_end|>" gives its letters, never the control token."""

@@ -18,13 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from envs.tools import Call, without_nothing
+from envs.tools import Call
 from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Form = Literal["hermes", "llama", "mistral", "response"]
+Marks = tuple[str, str]  # that stand before and after a call
 Tools = Sequence[Mapping[str, Any]]  # schemas, as transformers' apply_chat_template takes them
 
 PROBE = json.dumps(
@@ -45,8 +46,13 @@ PROBE = json.dumps(
 )
 PROBE_CALL = {"type": "function", "function": {"name": "probe_of_tools", "arguments": {"probe": "probed"}}}
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, THOUGHT = "<think>", "</think>"
+SPACE = re.compile(r"[ \t\n\r]*")  # of JSON
+CLOSED = re.compile(SPACE.pattern + CLOSE)
+ARGUMENTS = ("arguments", "parameters")  # small models take the other form's key
 PYTHON_TAG = "<|python_tag|>"  # which Llama 3.1 may write before a call
 TOOL_CALLS = "[TOOL_CALLS]"
+TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
 class Said(NamedTuple):
@@ -76,8 +82,7 @@ def tools_key(tools: Tools | None) -> str | None:
 def plain_calls(calls: Any) -> list[dict[str, Any]]:
     """Return calls as templates expect them, with arguments as a mapping. ValueError says what is wrong.
 
-    Arguments may be a JSON text, as OpenAI writes them. Keys of arguments without a value are left out: columns of a
-    table give every row all keys.
+    Arguments may be a JSON text, as OpenAI writes them.
     """
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise ValueError("tool_calls is not a list")
@@ -89,11 +94,9 @@ def plain_calls(calls: Any) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = parsed_json(arguments) if arguments.strip() else {}
-        elif isinstance(arguments, Mapping):
-            arguments = without_nothing(arguments)
-        if arguments is not None and not isinstance(arguments, dict):
+        if arguments is not None and not isinstance(arguments, Mapping):
             raise ValueError("the arguments of a call are not an object")
-        given = {"name": function["name"], "arguments": arguments or {}}
+        given = {"name": function["name"], "arguments": dict(arguments or {})}
         names = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         plain.append(names | {"type": "function", "function": given})
     return plain
@@ -181,30 +184,65 @@ def hermes_text(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def read_calls(text: str, form: Form, tokenizer: PreTrainedTokenizerBase | None = None) -> Said:
-    """Return the calls of a turn, those that cannot be read with an error; what stands in a first thought is not one.
+def marks_of(written: str) -> Marks:
+    """Return the marks around `PROBE_CALL` as a template has written it: tags, or all that stands there."""
+    before, _, _ = written.partition("probe_of_tools")
+    _, _, after = written.rpartition("probed")
+    before = re.sub(f"{THINK}.*?{THOUGHT}", "", before, flags=re.DOTALL)  # some templates write an empty thought
+    opening, closing = TAG.findall(before), TAG.findall(after)
+    return (opening or [before.strip()])[0], (closing or [after.strip()])[-1]
 
-    tokenizer: of the form "response".
+
+def read_calls(
+    text: str, form: Form, tokenizer: PreTrainedTokenizerBase | None = None, marks: Marks = ("", "")
+) -> Said:
+    """Return the calls of a turn, those that cannot be read with an error; what stands in a closed thought is not one.
+
+    A first thought that is not closed is all of the turn. tokenizer, marks: of the form "response".
     """
     if form == "response":
         assert tokenizer is not None
-        return _response(text, tokenizer)
-    thinks = text.lstrip().startswith("<think>")
-    end = text.find("</think>") + len("</think>") if thinks and "</think>" in text else len(text) * thinks
+        return _response(text, tokenizer, *marks)
+    thinks = text.lstrip().startswith(THINK)
+    end = text.find(THOUGHT) + len(THOUGHT) if thinks and THOUGHT in text else len(text) * thinks
     found = list(_READ[form](text[end:]))
     return Said((text[:end] + found[0][0]).rstrip(), [call for _, call in found]) if found else Said(text, [])
 
 
+def _spoken(text: str, mark: str, start: int = 0) -> int:
+    """Return where a mark stands that is in no closed thought; -1 where there is none."""
+    while (found := text.find(mark, start)) >= 0:
+        thought = text.find(THINK, start, found)
+        closed = text.find(THOUGHT, thought) if thought >= 0 else -1
+        if closed < 0:
+            return found
+        start = closed + len(THOUGHT)
+    return -1
+
+
 def _hermes(text: str) -> Iterator[tuple[str, Call]]:
-    before, opened, rest = text.partition(OPEN)
-    first = before
-    if not opened and (bare := _bare(text)):
+    start = _spoken(text, OPEN)
+    first = text[:start]
+    if start < 0 and (bare := _bare(text)):
         yield "", bare  # small models leave out the tags
-    while opened:
-        inner, closed, after = rest.partition(CLOSE)
-        yield first, _call(inner) if closed else Call("", {}, f"The call is not closed by {CLOSE}.")
-        first = ""
-        _, opened, rest = after.partition(OPEN)
+    while start >= 0:
+        call, end = _tagged(text, start + len(OPEN))
+        yield first, call
+        first, start = "", _spoken(text, OPEN, end)
+
+
+def _tagged(text: str, start: int) -> tuple[Call, int]:
+    """Return the call that begins here, and where it ends: its texts may hold the closing tag."""
+    begins = SPACE.match(text, start)
+    assert begins is not None
+    with suppress(ValueError, RecursionError):
+        value, end = json.JSONDecoder().raw_decode(text, begins.end())
+        if closed := CLOSED.match(text, end):
+            return _read(value, "arguments"), closed.end()
+    end = text.find(CLOSE, start)
+    if end < 0:
+        return Call("", {}, f"The call is not closed by {CLOSE}."), len(text)
+    return _call(text[start:end]), end + len(CLOSE)
 
 
 def _bare(text: str) -> Call | None:
@@ -218,9 +256,9 @@ def _bare(text: str) -> Call | None:
 
 
 def _llama(text: str) -> Iterator[tuple[str, Call]]:
-    before, tag, after = text.partition(PYTHON_TAG)
-    rest = (after if tag else text).strip()
-    first = before if tag else ""
+    start = _spoken(text, PYTHON_TAG)
+    tag, first = start >= 0, text[: max(start, 0)]
+    rest = (text[start + len(PYTHON_TAG) :] if tag else text).strip()
     if not tag and not rest.startswith("{"):
         return
     decoder = json.JSONDecoder()
@@ -231,18 +269,19 @@ def _llama(text: str) -> Iterator[tuple[str, Call]]:
             if tag or '"name"' in rest[: rest.find(",") if "," in rest else None]:
                 yield first, Call("", {}, _not_json(error))
             return
-        if not isinstance(value, dict) or "name" not in value:
+        if not isinstance(value, dict) or "name" not in value or not (len(value) == 1 or set(ARGUMENTS) & set(value)):
             return  # an answer that is JSON
         yield first, _read(value, "parameters")
         first, rest = "", rest[end:].lstrip(" \n;")
 
 
 def _mistral(text: str) -> Iterator[tuple[str, Call]]:
-    before, marked, rest = text.partition(TOOL_CALLS)
-    if not marked:
+    start = _spoken(text, TOOL_CALLS)
+    if start < 0:
         return
+    before = text[:start]
     try:
-        calls = parsed_json(rest)
+        calls = parsed_json(text[start + len(TOOL_CALLS) :])
     except ValueError as error:
         yield before, Call("", {}, _not_json(error))
         return
@@ -254,14 +293,26 @@ def _mistral(text: str) -> Iterator[tuple[str, Call]]:
 _READ = {"hermes": _hermes, "llama": _llama, "mistral": _mistral}
 
 
-def _response(text: str, tokenizer: PreTrainedTokenizerBase) -> Said:
+def _response(text: str, tokenizer: PreTrainedTokenizerBase, opening: str, closing: str) -> Said:
+    """Return what `parse_response` reads, where each call that is opened is closed and was read whole."""
+    start = _spoken(text, opening) if opening else -1
+    blocks = text[start:].split(opening)[1:] if start >= 0 else []
     try:
         message: Any = tokenizer.parse_response(text, prefix="")
     except Exception as error:  # the tokenizer's own template may raise anything
         return Said(text, [Call("", {}, f"The call cannot be read: {one_line(error)}.")])
     calls = message.get("tool_calls") or [] if isinstance(message, dict) else []
     read = [_read(each.get("function", each) if isinstance(each, dict) else each, "arguments") for each in calls]
-    return Said(message.get("content") or "", read) if read else Said(text, [])
+    if any(closing not in block for block in blocks):
+        return Said(text[:start].rstrip(), [Call("", {}, f"The call is not closed by {closing}.")])
+    said = message.get("content") or "" if isinstance(message, dict) else ""
+    rest = [said, *(part for call in read for part in texts_in([call.name, call.arguments]))]
+    if blocks and (
+        len(read) < len(blocks) or any(mark and mark in part for mark in (opening, closing) for part in rest)
+    ):
+        example = f"{opening}...{closing}"
+        return Said(text[:start].rstrip(), [Call("", {}, f"What stands in {example} cannot be read as a call.")])
+    return Said(said, read) if read else Said(text, [])
 
 
 def _call(text: str) -> Call:
@@ -276,7 +327,7 @@ def _read(value: Any, key: str) -> Call:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return Call("", {}, f'A call is an object {{"name": ..., "{key}": {{...}}}}.')
-    arguments = value.get(key, {})
+    arguments = next((value[each] for each in (key, *ARGUMENTS) if each in value), {})
     with suppress(ValueError):
         arguments = parsed_json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):

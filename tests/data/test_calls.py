@@ -70,6 +70,15 @@ def load(tmp_path: Path, chat: Chat, rows: list[dict[str, Any]]) -> Any:
     return load_sft(section(Source(kind="messages", path=write(tmp_path / "a.jsonl", rows)), max_length=2000), chat)
 
 
+def test_a_null_in_a_json_text_is_an_argument(tmp_path: Path, tiny_chat: Chat) -> None:
+    """A table's null is a key of another row; arguments that are a text have the keys that it says."""
+    given = [ARGUMENTS | {"place": None}, json.dumps(ARGUMENTS | {"place": None})]
+    calls = [{"type": "function", "function": {"name": "lookup", "arguments": each}} for each in given]
+    rows = [ROW | {"messages": [ASKED[0], assistant("") | {"tool_calls": [each]}, *ASKED[2:]]} for each in calls]
+    said = [answers(tiny_chat, load(tmp_path, tiny_chat, [row]).train)[0] for row in rows]
+    assert said == [WRITTEN, WRITTEN.replace('"fjord"', '"fjord", "place": null')]
+
+
 def test_calls_are_trained_and_results_are_read(tmp_path: Path, tiny_chat: Chat) -> None:
     data = load(tmp_path, tiny_chat, [ROW])
     assert answers(tiny_chat, data.train) == [WRITTEN, "A bay."]

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from test_chat import OPEN, QWEN25, llama3_tokenizer, with_template
 from tiny_tokenizers import byte_level_tokenizer
 from transformers.utils.chat_template_utils import get_json_schema
+from trl.chat_template_utils import add_response_schema
 
 from envs.tools import Call
 from posttrain.models.chat import TEMPLATE_PATH, Chat
@@ -160,7 +162,7 @@ def test_ids_are_those_of_apply_chat_template(name: str) -> None:
 def test_what_the_template_writes_is_read_back(name: str) -> None:
     chat, rng = chat_of(name), random.Random(name)
     for _ in range(200):
-        key, value = (hostile(rng).replace("tool_call", "t") for _ in range(2))
+        key, value = hostile(rng), hostile(rng)
         arguments = {key: value, "n": [1, {"x": None}]}
         said = "" if name == "llama31" else rng.choice(["", "<think>\nI add.\n</think>\n\n", "I look."])
         message = {"role": "assistant", "content": said, "tool_calls": [call(**arguments)]}
@@ -272,6 +274,40 @@ FORMS: dict[str, tuple[str, Any, Said]] = {
     "thought": ("<think><tool_call>{}</tool_call></think>Yes", "hermes",
                 Said("<think><tool_call>{}</tool_call></think>Yes", [])),
     "open thought": ("<think><tool_call>{}</tool_call>", "hermes", Said("<think><tool_call>{}</tool_call>", [])),
+    "later thought": (
+        "Sure. <think>Is it <tool_call>{}</tool_call>?</think>No.", "hermes",
+        Said("Sure. <think>Is it <tool_call>{}</tool_call>?</think>No.", []),
+    ),
+    "call after a later thought": (
+        'A <think>b <tool_call>{}</tool_call></think>c\n<tool_call>{"name": "f"}</tool_call>'
+        '<think><tool_call>{"name": "g"}</tool_call></think><tool_call>{"name": "h"}</tool_call>',
+        "hermes",
+        Said("A <think>b <tool_call>{}</tool_call></think>c", [Call("f", {}), Call("h", {})]),
+    ),
+    "thought as an argument": (
+        '<tool_call>{"name": "f", "arguments": {"x": "<think>y</think>"}}</tool_call>', "hermes",
+        Said("", [Call("f", {"x": "<think>y</think>"})]),
+    ),
+    "thought that is never closed": (
+        'A <think>b <tool_call>{"name": "f"}</tool_call>', "hermes", Said("A <think>b", [Call("f", {})]),
+    ),
+    "closing tag as an argument": (
+        '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call> and <tool_call>{"name": "g"}'
+        "</tool_call>", "hermes", Said("", [Call("f", {"x": "</tool_call>"}), Call("g", {})]),
+    ),
+    "hermes with parameters": (
+        '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>', "hermes", Said("", [Call("f", {"x": 1})]),
+    ),
+    "llama with arguments": ('{"name": "f", "arguments": {"x": 1}}', "llama", Said("", [Call("f", {"x": 1})])),
+    "llama without arguments": ('{"name": "f"}', "llama", Said("", [Call("f", {})])),
+    "llama person": ('{"name": "Bob", "age": 5}', "llama", Said('{"name": "Bob", "age": 5}', [])),
+    "llama thought": (
+        'So <think><|python_tag|>{"name": "f"}</think>no', "llama",
+        Said('So <think><|python_tag|>{"name": "f"}</think>no', []),
+    ),
+    "mistral thought": (
+        "So <think>[TOOL_CALLS] []</think>no", "mistral", Said("So <think>[TOOL_CALLS] []</think>no", []),
+    ),
     "llama": ('{"name": "f", "parameters": {"x": "y"}}', "llama", Said("", [Call("f", {"x": "y"})])),
     "llama two": (
         '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
@@ -301,6 +337,7 @@ def test_forms_of_calls(case: str) -> None:
         ('<tool_call>{"name": "f", "arguments": {}}', "hermes"),
         ("<tool_call>{'name': 'f'}</tool_call>", "hermes"),
         ("<tool_call>[1]</tool_call>", "hermes"),
+        ('<tool_call>{"name": "f"} and more</tool_call>', "hermes"),
         ('<tool_call>{"name": 5}</tool_call>', "hermes"),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "hermes"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "hermes"),
@@ -313,6 +350,46 @@ def test_forms_of_calls(case: str) -> None:
 def test_a_malformed_call_is_kept_with_an_error(text: str, form: Any) -> None:
     (found,) = read_calls(text, form).calls
     assert found.error and len(found.error) < 400
+
+
+@pytest.fixture(scope="module")
+def listing() -> Chat:
+    """LFM2's calls, a list as in Python, which the tokenizer reads itself."""
+    template = Path(trl.__file__).parent / "chat_templates" / "lfm2_v2.jinja"
+    marks = "<|tool_call_start|>", "<|tool_call_end|>"
+    tokenizer = with_template(template.read_text(encoding="utf-8"), *marks, special=False)
+    add_response_schema(tokenizer)
+    return Chat.load(tokenizer, None)
+
+
+ADDED = Call("add", {"a": 2, "b": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{[add(a=2, b=3)]}", Said("", [ADDED])),
+        ("I look. {[add(a=2, b=3)]}", Said("I look.", [ADDED])),
+        ("{[add(a=2, b=3), add(a=2, b=3)]}", Said("", [ADDED] * 2)),
+        ("It is 5.", Said("It is 5.", [])),
+        ("<think>{[add(a=2)]}</think>no", Said("<think>{[add(a=2)]}</think>no", [])),
+        ("{[add(a=2", "not closed by }"),
+        ("{[add(a=2, b=3)]", "not closed by }"),
+        ("I look. {[add(a=2}", "cannot be read as a call"),
+        ("{add a 2}", "cannot be read as a call"),
+        ("{[]}", "cannot be read as a call"),
+        ("{[add(a=__import__('os').getcwd())]}", "cannot be read as a call"),
+    ],
+)
+def test_calls_that_the_tokenizer_reads_itself(listing: Chat, text: str, said: Said | str) -> None:
+    marked = [each.replace("{", "<|tool_call_start|>").replace("}", "<|tool_call_end|>") for each in (text, str(said))]
+    read = listing.read_calls(marked[0])
+    assert listing.call_form == "response"
+    if isinstance(said, Said):
+        assert read == said._replace(content=marked[0] if not said.calls else said.content)
+    else:
+        (found,) = read.calls
+        assert marked[1] in found.error and not found.name and read.content == text.partition("{")[0].rstrip()
 
 
 def test_no_text_raises() -> None:
