@@ -101,13 +101,17 @@ def _values(result: Any, count: int) -> list[float | str | None]:
 def _value(value: Any) -> float | str:
     if isinstance(value, BaseException):
         return _raised(value)
-    try:
+    try:  # somebody's object may raise anything
         number = float(value)
-        if math.isfinite(number) and not isinstance(value, str):
-            return number
-        return f"returned {value!r:.40}, which is not a finite number"
-    except Exception:  # somebody's object may raise anything
-        return f"returned {type(value).__name__}, which is not a finite number"
+    except Exception:
+        number = math.nan
+    if math.isfinite(number) and not isinstance(value, str):
+        return number
+    try:
+        shown = f"{value!r:.40}"
+    except Exception:
+        shown = type(value).__name__
+    return f"returned {shown}, which is not a finite number"
 
 
 def _raised(error: BaseException) -> str:
