@@ -47,7 +47,8 @@ class Prompts(TextEnv):
 
     ## Rewards
     The weighted sum of `rewards`, at the last turn. A function that raises, hangs, or returns NaN or a wrong number of
-    values gives no reward: the episode has crashed, or the run stops (`on_error`).
+    values gives no reward, nor do functions that all return None: the episode has crashed, or the run stops
+    (`on_error`).
 
     ## Starting state
     A row of `path`.

@@ -64,10 +64,9 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
         given: a name, a path, or a mapping with `name`, `weight` and the options of a built-in function.
         columns: of the rows.
     """
-    entry = {"name": given} if isinstance(given, str) else dict(given)
+    entry: dict[str, Any] = {"name": given} if isinstance(given, str) else dict(given)
     name, weight = entry.pop("name", None), entry.pop("weight", 1.0)
-    number = isinstance(weight, int | float) and not isinstance(weight, bool) and isfinite(weight)
-    if not isinstance(name, str) or not number:
+    if not isinstance(name, str) or type(weight) not in (int, float) or not isfinite(weight):
         raise ValueError(f"prompts: {given!r} is not a reward. Write a name, module:function, or {{name, weight}}.")
     if ":" in name:
         try:

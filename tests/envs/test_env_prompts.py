@@ -123,6 +123,7 @@ def test_prompts_of_many_forms(
         ({"rewards": [{"name": "math", "columns": 1}]}, "no option columns"),
         ({"rewards": [{"name": "math", "weight": float("nan")}]}, "is not a reward"),
         ({"rewards": [{"name": "math", "weight": float("inf")}]}, "is not a reward"),
+        ({"rewards": [{"name": "math", "weight": None}]}, "is not a reward"),
         ({"on_error": "ignore"}, "Known: skip, stop"),
     ],
 )

@@ -13,7 +13,8 @@ from envs.tools import MOST_CHARACTERS
 from posttrain.config import EnvSection, ProtocolSection
 from posttrain.models.chat import Chat
 from posttrain.rollout.episodes import FULL, Context, most_turns, new_episode, open_env, play
-from posttrain.types import SamplingParams, Trajectory, UserError
+from posttrain.rollout.late_rewards import completion_ids
+from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 PARAMS = SamplingParams(max_new_tokens=400)
 CALCULATOR = "examples.own_tool:calculate"
@@ -168,3 +169,14 @@ SEEN: list[list[int]] = []
 def seen(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     SEEN.extend(completion_ids)
     return [1.0] * len(completion_ids)
+
+
+def test_the_tokens_of_several_contexts() -> None:
+    """Each begins with its first answer; a program's rewards are given the messages of the last one."""
+    segments = [Segment([1, 2]), Segment([1, 5])]
+    for turn, segment in enumerate(segments):
+        segment.write(turn, Completion([7 + turn], [0.0], True))
+    segments[0].read([3])
+    segments[0].write(2, Completion([4], [0.0], True))
+    assert completion_ids(Trajectory(segments), last=False) == [7, 3, 4, 8]
+    assert completion_ids(Trajectory(segments), last=True) == [8]

@@ -168,5 +168,6 @@ def test_a_run_begins_with_the_advice(player: Path, tmp_path: Path, capsys: pyte
 def test_reward_functions_know_the_step_that_answers_are_for() -> None:
     cfg = config().model_copy(update={"envs": [TrainingEnvSection(name="prompts")]})
     episodes, _ = levels(cfg, 3)
-    states = {episode.env.trainer_state for episode in episodes if not isinstance(episode, Trajectory)}
+    made: list[Any] = [episode.env for episode in episodes if not isinstance(episode, Trajectory)]
+    states = {env.trainer_state for env in made}
     assert states == {(2, cfg.trainer.max_steps)}
