@@ -263,8 +263,9 @@ def _gradient(
     layer: Any = model.get_output_embeddings()
     tokens = max(1, KL_TILE.get(hidden_SD.device.type, KL_TILE["cuda"]) // len(layer.weight))
     with without_adapter, torch.no_grad():  # where rows of the layer are trained, its weights are computed on access
-        of_teacher: Any = teacher.get_output_embeddings()
-        frozen = _OutputLayer(of_teacher.weight, of_teacher.bias)
+        frozen = _OutputLayer.of(teacher.get_output_embeddings(), hidden_SD.device.type)
+    if not layer.weight.requires_grad:
+        layer = _OutputLayer.of(layer, hidden_SD.device.type)
     columns = min(len(layer.weight), len(frozen.weight))
 
     def log_probs(net: PreTrainedModel, its_layer: Any, states_CD: torch.Tensor) -> torch.Tensor:
@@ -291,6 +292,14 @@ def _gradient(
 class _OutputLayer(NamedTuple):
     weight: torch.Tensor  # (V, D)
     bias: torch.Tensor | None  # (V,)
+
+    @classmethod
+    def of(cls, layer: Any, kind: str) -> _OutputLayer:
+        """Return what a layer multiplies with on a kind of device, as autocast would convert it for each product."""
+        weight: torch.Tensor = layer.weight.detach()
+        if torch.is_autocast_enabled(kind) and weight.dtype == torch.float32:
+            weight = weight.to(torch.get_autocast_dtype(kind))
+        return cls(weight, layer.bias)
 
 
 def _logits(model: PreTrainedModel, layer: Any, hidden_SD: torch.Tensor) -> torch.Tensor:

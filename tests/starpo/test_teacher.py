@@ -13,6 +13,7 @@ import updates
 from test_learner import config, played, policy
 from test_phase3 import LAKE, LIMITS, rows, settings, train, weights
 from tiny_runs import python, tiny_base
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import envs
@@ -134,6 +135,41 @@ def test_the_gradient_is_that_of_the_whole_reverse_kl(
     assert figures[KEY] == pytest.approx(kl, rel=1e-6) and kl > 0.1
     assert figures["policy/loss"] == 0 and figures["advantage/max"] == 0
     assert learner.teacher is teaches and all(p.grad is None for p in teaches.parameters())
+
+
+class Conversions(TorchDispatchMode):
+    """Counts how often a float32 tensor of a shape is copied to another precision."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.count += args[0].shape == self.shape and args[0].dtype == torch.float32
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_output_layer_is_converted_once_and_not_for_each_tile(
+    trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of it for every few tokens takes their time, and leaves memory in pieces."""
+    net, teaches = teacher().float(), teacher().float()
+    net.requires_grad_(trained)
+    states_SD, weights_S = torch.randn(30, 48, generator=torch.Generator().manual_seed(0)), torch.rand(30)
+    found: list[Any] = []
+    for tile in (4 * 71, 2**20):
+        monkeypatch.setitem(forward.KL_TILE, "cpu", tile)
+        hidden_SD = states_SD.bfloat16().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16), Conversions((71, 48)) as conversions:
+            kl_S, loss = forward.reverse_kl(net, hidden_SD, teaches, states_SD, weights_S)
+        loss.backward()
+        assert 0 < conversions.count <= 2
+        found.append((kl_S, hidden_SD.grad))
+    (few, few_gradient), (all_at_once, gradient) = found
+    torch.testing.assert_close(few, all_at_once)
+    torch.testing.assert_close(few_gradient, gradient)
 
 
 def test_beside_the_reward_both_gradients_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
