@@ -161,6 +161,8 @@ Checkpoint = Annotated[
 class EvaluateRun(Run):
     """The evaluator; the first checkpoint is the one that the others are compared with."""
 
+    preset_sections = ("suites.envs.protocol",)
+
     checkpoints: dict[str, Checkpoint] = Field(
         "name: folder, Hub id or an endpoint's section, in the order of the table; the first is the base", min_length=1
     )

@@ -36,7 +36,7 @@ STARPO_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
 class Section(BaseModel):
     model_config = STRICT
 
-    preset_key: ClassVar[str | None] = None  # the key that names a preset, in a run that knows presets
+    preset_sections: ClassVar[tuple[str, ...]] = ()  # the sections of a run whose key `preset` names one
 
     @field_validator("*")
     @classmethod
@@ -203,7 +203,9 @@ class ProtocolSection(Section):
         " them from demonstrations",
         "plain",
     )
-    system: str | None = Field("Jinja template of the system message; null takes that of envs/wording.py", None)
+    system: str | None = Field(
+        "Jinja template of the system message; null takes the preset's or that of envs/wording.py", None
+    )
     example: str | None = Field("an answer that the system message shows; null takes the environment's own", None)
     feedback: str | None = Field("Jinja template of the user message before each turn; null as above", None)
 
@@ -212,7 +214,10 @@ class ProtocolSection(Section):
     def _preset_under(cls, given: Any) -> Any:
         preset = given.get("preset") if isinstance(given, dict) else None
         file = PROTOCOLS / f"{preset}.yaml"
-        return read_yaml(file) | given if isinstance(preset, str) and file.is_file() else given
+        if not (isinstance(preset, str) and file.is_file()):
+            return given
+        templates = ("system", "feedback")  # null stands for the preset's
+        return read_yaml(file) | {k: each for k, each in given.items() if each is not None or k not in templates}
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `envs.protocol.Protocol.of`."""

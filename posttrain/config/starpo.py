@@ -259,7 +259,7 @@ class StarPORun(TrainingRun):
     """Phase 3; `model.name_or_path` is the folder phase 2 saved."""
 
     rates = STARPO_RATES
-    preset_key = "algorithm.preset"
+    preset_sections = ("algorithm", "protocol")
 
     envs: list[TrainingEnv] = Field("the environments that are played, mixed", min_length=1)
     protocol: ProtocolSection = Field("turns, answer format and penalties", ProtocolSection())
