@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
                 groups = rollout(cfg, sampler, chat, step, state, worker)
             played_at = time.perf_counter()
             starpo.refuse_crashes(cfg, state, groups)
-            if step == 1 and cfg.rewarded:
+            if step == 1:
                 monitor.say(starpo.first_advice(cfg, learner, groups, model.num_parameters()))
             scored = score_and_filter(cfg, groups, learner)
             metrics = starpo.describe(groups, scored.std, scored.kept)

@@ -156,9 +156,13 @@ def test_advice_is_given_and_nothing_is_kept(
 
 
 @pytest.mark.thorough
-def test_a_run_begins_with_the_advice(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("rewarded", [True, False])
+def test_a_run_begins_with_the_advice(
+    player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rewarded: bool
+) -> None:
     few = {"every": 2, "episodes": 2, "final_episodes": 2}
-    file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation=few)
+    taught = {} if rewarded else {"distillation": {"teacher": str(player), "reward": False}}
+    file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation=few, **taught)
     train(file)
     told = "".join(capsys.readouterr())
     assert told.count("Before the first update, on training levels:") == 1 and "frozen_lake, 4 levels: " in told
