@@ -539,6 +539,37 @@ def test_no_more_conversations_are_open_than_slots(tmp_path: Path, tiny_chat: Ch
     assert not sampler.still_open()
 
 
+def test_a_free_place_is_taken_while_others_are_answered(tmp_path: Path, tiny_chat: Chat, arrived: list[Asked]) -> None:
+    class Unequal(Answering):
+        """It writes the answer to "slow" when three other programs have asked."""
+
+        def converse(self, turns, params, then) -> None:
+            slow = []
+
+            def sorted_out(turns):
+                slow.extend(turn for turn in turns if "slow" in str(self.chat.tokenizer.decode(self._ids[turn[0]])))
+                return [turn for turn in turns if turn not in slow]
+
+            def others() -> bool:
+                super(Unequal, self).converse(sorted_out(then([])), params, lambda done: sorted_out(then(done)))
+                return len(arrived) == 4
+
+            super().converse(sorted_out(turns), params, lambda done: sorted_out(then(done)))
+            if slow:
+                wait_until(others)
+                super().converse(slow, params, then)
+
+    code = f"""
+        try:
+            os.mkdir({str(tmp_path / "first")!r})
+            ask([user("slow")])
+        except FileExistsError:
+            ask([user("quick")])
+        """
+    found = played(Unequal(tiny_chat, echo), tiny_chat, section(tmp_path, code, parallel=2), 4)
+    assert [(t.crashed, t.turns) for t in found] == [("", 1)] * 4
+
+
 @pytest.mark.thorough
 def test_an_unmodified_agent_sixteen_at_once(tmp_path: Path, tiny_chat: Chat) -> None:
     rows = tmp_path / "rows.jsonl"
