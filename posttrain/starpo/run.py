@@ -16,6 +16,7 @@ from transformers import set_seed
 
 from envs.episode import Episode
 from envs.process_state import keep_process_state
+from envs.prompts import Prompts
 from posttrain import models, plan
 from posttrain.config import ChatRun, EnvSection, StarPORun, TrainingEnvSection, command
 from posttrain.models import Chat, model_card
@@ -227,6 +228,22 @@ def refuse_crashed_evaluation(env: EnvSection, played: Sequence[Trajectory]) -> 
     crashes = [crashed for crashed, _ in ends if crashed]
     if 2 * len(crashes) >= len(ends) and len(crashes) == sum(acted for _, acted in ends):
         raise Crashed(env, f"on held-out levels in which it was given an action ({len(crashes)})", crashes[-1])
+
+
+def refuse_silent_programs(cfg: StarPORun, env: EnvSection) -> Callable[[list[Trajectory]], None]:
+    """Return what takes the episodes that have ended, and raises Crashed where no program has had an answer.
+
+    It waits for as many as run at a time: each may take minutes, and there may be many more.
+    """
+    made, ended = open_env(env), list[Trajectory]()
+    most = min(made.agent.parallel, cfg.rollout.conversations) if isinstance(made, Prompts) and made.agent else None
+
+    def done(episodes: list[Trajectory]) -> None:
+        ended.extend(t for t in episodes if not t.crashed or t.crashed.startswith(PROGRAM_CRASHED))
+        if most and len(ended) >= most and all(t.crashed and not t.turns for t in ended):
+            raise Crashed(env, f"of the first {len(ended)}", ended[-1].crashed)
+
+    return done
 
 
 @contextmanager
