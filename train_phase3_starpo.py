@@ -396,7 +396,7 @@ def advise(cfg: StarPORun) -> None:
         if scored.kept:
             update(cfg, learner, collect(cfg, learner, groups, scored), 1)
         seconds = time.perf_counter() - started_at
-        runlog.say(starpo.advice_text(cfg, starts, model.num_parameters(), seconds))
+        runlog.say(starpo.advice_text(cfg, starts, model.num_parameters(), seconds, updated=bool(scored.kept)))
 
 
 if __name__ == "__main__":
