@@ -199,6 +199,8 @@ class Crashed(UserError):
             remedy = "Correct the program: `posttrain serve` answers it as well, with its OPENAI_BASE_URL and a key."
         if "`protocol.parser:" in last:
             remedy = "Correct that function, which must not raise for any text."
+        if "`protocol.system`" in last or "`protocol.feedback`" in last:
+            remedy = "Correct that template."
         super().__init__(f"{env.title} has crashed in every episode {where}, the last time with {last}. {remedy}")
 
 
