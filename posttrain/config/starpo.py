@@ -309,7 +309,7 @@ class StarPORun(TrainingRun):
         if self.rollout.refill:
             raise wrong(
                 "`rollout.refill` plays until groups have different rewards, and with `distillation.reward: false`"
-                " every group teaches: leave it out"
+                " every group teaches: write `rollout.refill: 0`"
             )
         if algorithm.critical:
             raise wrong(

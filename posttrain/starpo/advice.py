@@ -21,6 +21,7 @@ from posttrain.starpo.monitoring.episodes import differs
 from posttrain.types import OF_GAMES, Trajectory, Words, words_of
 
 LEVELS, ANSWERS = 64, 16  # validation levels of each environment, and episodes of each
+FEW = 0.2  # of groups that differ
 SATURATED = 0.9  # of pass@1: the signal falls with p (1 - p)
 HOPELESS = 0.1  # of pass@16: then nine levels in ten have no success to learn from
 ENOUGH = 48  # episodes to judge success by
@@ -121,6 +122,11 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
         found.append(
             f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}. First {shown},"
             f" {prompt}, or easier {words.levels}{easier}."
+        )
+    elif start.differ < FEW:
+        found.append(
+            f"Few groups teach: the rewards of {start.differ:.0%} differ. Take {words.levels} that are {words.won} now"
+            f" and then (envs.difficulty: auto), or more {words.samples} (rollout.num_generations)."
         )
     if start.entropy < COLD and start.pass_1 <= SATURATED and parameters >= LARGE:
         found.append(

@@ -112,7 +112,8 @@ def load_teacher(cfg: StarPORun) -> Any:
     section = cfg.teacher
     if launcher.sharding() == "fsdp2":  # weights that are sharded together have one precision
         section = section.model_copy(update={"dtype": cfg.model.dtype})
-    teacher, _ = models.load(section, device=cfg.device, chat_template=cfg.chat.template)
+    with models.named_by("distillation.teacher"):
+        teacher, _ = models.load(section, device=cfg.device, chat_template=cfg.chat.template)
     if not head_agrees(teacher):
         raise UserError(
             f"distillation.teacher={section.name_or_path} does more to its logits than phase 3 knows: what it says of a"

@@ -47,6 +47,7 @@ def test_a_start_is_counted() -> None:
         ({}, 1e9, ["A good start: 80% of the groups teach."]),
         ({"pass_1": 0.95, "pass_k": 1.0, "differ": 0.1}, 1e9, ["Saturated: 90% of the groups teach nothing", "boxes"]),
         ({"pass_1": 0.0, "pass_k": 0.05}, 1e9, ["Hopeless as it is: 16 tries succeed on 5% of the levels", "demos"]),
+        ({"differ": 0.0}, 1e9, ["Few groups teach: the rewards of 0% differ", "envs.difficulty: auto"]),
         ({"invalid": 0.6}, 1e9, ["format is not learnt"]),
         ({"unfinished": 0.5}, 1e9, ["raise rollout.max_completion_length (now 64)"]),
         ({"pass_1": 0.0, "pass_k": 0.0, "levels": 2}, 1e9, ["32 episodes are too few to judge success by"]),
@@ -67,7 +68,14 @@ def test_prompts_have_no_demonstrations_to_begin_with() -> None:
 def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
     env = envs.make("prompts")
     cfg = config().model_copy(update={"envs": [TrainingEnvSection(name="prompts")]})
-    for changes in ({}, {"levels": 2}, {"pass_1": 0.95}, {"pass_k": 0.05, "pass_1": 0.0}, {"entropy": 0.1}):
+    for changes in (
+        {},
+        {"levels": 2},
+        {"differ": 0.1},
+        {"pass_1": 0.95},
+        {"pass_k": 0.05, "pass_1": 0.0},
+        {"entropy": 0.1},
+    ):
         start = GOOD._replace(env="prompts", **changes)
         text = "\n".join([advice_text(cfg, {"prompts": start}, 10**9), *verdicts(start, env, 64, 10**9)])
         assert f"prompts, {start.levels} prompts: pass@1" in text
