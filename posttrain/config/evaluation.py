@@ -21,6 +21,7 @@ from posttrain.config.shared import (
     SamplingSection,
     Section,
     different_titles,
+    templates_are_shown,
     turns_where_counted,
     whole_context_with_tools,
     wrong,
@@ -83,6 +84,7 @@ class EnvSuite(SuiteSettings):
     def _titles(self) -> EnvSuite:
         different_titles(self.envs)
         whole_context_with_tools(self.envs, self.context, "suites.envs.context")
+        templates_are_shown(self.envs, self.protocol, "suites.envs.protocol")
         return self
 
 

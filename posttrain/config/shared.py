@@ -219,13 +219,20 @@ class ProtocolSection(Section):
         templates = ("system", "feedback")  # null stands for the preset's
         return read_yaml(file) | {k: each for k, each in given.items() if each is not None or k not in templates}
 
+    @property
+    def templates(self) -> list[str]:
+        """Return which of the messages' parts are written."""
+        return [key for key in ("system", "example", "feedback") if getattr(self, key) is not None]
+
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `envs.protocol.Protocol.of`."""
         return self.model_dump(exclude={"preset"})
 
     @model_validator(mode="after")
     def _templates(self) -> ProtocolSection:
-        if (self.system, self.example, self.feedback) != (None, None, None):
+        if self.preset and self.style != "plain":
+            raise wrong(f"`protocol.preset: {self.preset}` is in the words of `style: plain`: leave one of them out")
+        if self.templates:
             from envs.protocol import Protocol
 
             try:
@@ -233,6 +240,15 @@ class ProtocolSection(Section):
             except ValueError as problem:
                 raise wrong(str(problem)) from None
         return self
+
+
+def templates_are_shown(envs: Sequence[EnvSection], protocol: ProtocolSection, key: str) -> None:
+    """Raise an error where a list of environments has only `prompts`, whose messages are their own, and templates."""
+    if protocol.templates and not protocol.preset and all(env.name == "prompts" for env in envs):
+        raise wrong(
+            f"`{key}.{protocol.templates[0]}` is shown by no environment: the messages of `prompts` are those of its"
+            " rows and of its option `system`"
+        )
 
 
 Context = Literal["full", "last_k", "single_turn"]

@@ -25,6 +25,7 @@ from posttrain.config.shared import (
     different_titles,
     env_by_name,
     hint,
+    templates_are_shown,
     turns_where_counted,
     whole_context_with_tools,
     wrong,
@@ -281,6 +282,7 @@ class StarPORun(TrainingRun):
     def _envs_fit(self) -> StarPORun:
         different_titles(self.envs)
         whole_context_with_tools(self.envs, self.rollout.context, "rollout.context")
+        templates_are_shown(self.envs, self.protocol, "protocol")
         programs = [env.title for env in self.envs if env.options.get("agent")]
         if programs and self.rollout.max_staleness:
             raise wrong(f"{programs[0]} is played by a program, which cannot play ahead: leave out `max_staleness`")

@@ -489,6 +489,28 @@ def test_a_protocol_preset_replaces_no_other_section_and_keeps_its_templates_bes
     assert "You're a helpful assistant" in (section.system or "") and section.max_turns is None
 
 
+@pytest.mark.parametrize(
+    "schema, file, override, words",
+    [
+        (StarPORun, "gsm8k.yaml", "protocol.system=Think.", "`protocol.system` is shown by no environment"),
+        (
+            EvaluateRun,
+            "variants.yaml",
+            "suites.envs={envs: [prompts], protocol: {feedback: x}}",
+            "`suites.envs.protocol.feedback` is shown by no environment",
+        ),
+        (
+            StarPORun,
+            "phase3_starpo.yaml",
+            "protocol={preset: ragen, style: compact}",
+            "`protocol.preset: ragen` is in the words of `style: plain`",
+        ),
+    ],
+)
+def test_words_that_no_environment_would_show_are_refused(schema, file, override, words):
+    assert words in complaint(schema, ROOT / "configs" / file, override)
+
+
 def test_a_source_may_be_a_path_alone_and_has_the_kind_that_its_phase_reads() -> None:
     sources = "[mine.jsonl, {path: a.csv, weight: 2}, {kind: auto, path: openai/gsm8k}]"
     cfg = config.resolve(SFTRun, ROOT / "configs" / "phase1_sft.yaml", [f"data.sources={sources}"])

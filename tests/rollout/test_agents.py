@@ -670,6 +670,7 @@ def test_the_clock_stands_still_while_the_model_writes(monkeypatch: pytest.Monke
         ({"command": ["python3"], "second": 3}, "has no key second"),
         ({"command": ["python3"], "seconds": 0}, "seconds is 0"),
         ({"command": ["python3"], "turns": True}, "turns is True"),
+        ({"command": ["python3"], "parallel": 257}, "parallel is 257, not a number from 1 to 256"),
     ],
 )
 def test_a_wrong_agent_is_said_at_once(agent: Any, words: str) -> None:

@@ -18,6 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from envs.guard import OwnPagesOnly, WholeRequests, header, hung_up, openai_error, patient_protocol
+from envs.prompts.agents import MOST_PARALLEL
 from posttrain.rollout.agents.game import AgentGame
 from posttrain.rollout.agents.requests import AgentAnswer, Asked, Refusal, read_request
 from posttrain.types import UserError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from fastapi.responses import Response
 
 MOST_BYTES = 8 << 20  # of a request
-MOST_CONNECTIONS = 512  # at the same time
+MOST_CONNECTIONS = 2 * MOST_PARALLEL  # at the same time
 MODEL = "policy"  # the name of the model; requests may write any
 
 Ask = Callable[[AgentGame, Asked], None]
