@@ -30,7 +30,9 @@ TEMPLATES = {  # Jinja templates that a run may write itself, and the values tha
     ),
 }
 _TEXT = "\n".join([" ".join("1" * 40)] * 40)  # with as many lines and words as a template may count on
-_SAMPLES = {name: dict.fromkeys(values, _TEXT) | {"actions": ["1"] * 40} for name, values in TEMPLATES.items()}
+_SAMPLES: dict[str, dict[str, Any]] = {
+    name: {**dict.fromkeys(values, _TEXT), "actions": ["1"] * 40} for name, values in TEMPLATES.items()
+}
 _SAMPLES["system"] |= dict.fromkeys(("max_turns", "max_actions", "max_actions_per_turn"), 3)
 _SAMPLES["feedback"] |= {"valid": True, "turns_left": 3, "think": True}
 _BETWEEN = re.compile(r"</think>\s*<answer>")

@@ -222,8 +222,10 @@ def test_answers_that_were_left_go_to_those_who_ask_the_same(tmp_path: Path, tin
         return asked, game.begin_turn(asked)
 
     def text(asked: Asked) -> Any:
-        return asked.answer.result(0).message["content"]
+        answer: Any = asked.answer.result(0)
+        return answer.message["content"]
 
+    assert game.begin_turn(Asked([{"role": "user", "content": "a"}], [], left=True)) is None
     first, turns = zip(*[ask() for _ in range(3)], strict=True)
     first[0].left = first[1].left = True
     for n, turn in enumerate(turns):

@@ -289,7 +289,7 @@ def test_a_teacher_without_rows_for_all_tokens_is_refused(player: Path, tmp_path
 
 
 def test_a_broken_teacher_is_refused_by_its_own_key(player: Path, tmp_path: Path) -> None:
-    broken = AutoModelForCausalLM.from_pretrained(player)
+    broken: Any = AutoModelForCausalLM.from_pretrained(player)
     torch.nn.init.constant_(broken.get_input_embeddings().weight, torch.nan)
     broken.save_pretrained(tmp_path / "teacher")
     AutoTokenizer.from_pretrained(player).save_pretrained(tmp_path / "teacher")

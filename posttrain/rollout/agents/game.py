@@ -262,10 +262,12 @@ class AgentGame:
         return Branch(), ids, len(ids), known
 
     def repeats(self, asked: Asked) -> bool:
-        """Give a request the answer to an equal one that was left without it; return whether there is such an answer.
+        """Give a request the answer to an equal one that was left without it; return whether it needs no other.
 
-        The answer may still be being written. An equal request that got its answer wanted another sample.
+        That answer may still be being written. An equal request that got its answer wanted another sample.
         """
+        if asked.left:
+            return True
         for turn in self.pending:
             if turn.asked.digest == asked.digest and not turn.wanted:
                 turn.others.append(asked)
@@ -277,8 +279,10 @@ class AgentGame:
                 turn.asked, turn.others = asked, []
                 self._record(turn, completion)
                 return True
-        answer, waited = self._answers.get(asked.digest, (None, []))
-        if answer is None or not all(each.left for each in waited):
+        if asked.digest not in self._answers:
+            return False
+        answer, waited = self._answers[asked.digest]
+        if not all(each.left for each in waited):
             return False
         waited.append(asked)
         asked.answer.set_result(answer)
