@@ -34,6 +34,8 @@ from posttrain.runtime import runlog
 from posttrain.types import Trajectory, UserError, derive_seed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from posttrain.models import Chat
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
                 groups = rollout(cfg, sampler, chat, step, state, worker)
             played_at = time.perf_counter()
             starpo.refuse_crashes(cfg, state, groups)
-            if step == 1 and cfg.rewarded:
+            if step == 1:
                 monitor.say(starpo.first_advice(cfg, learner, groups, model.num_parameters()))
             scored = score_and_filter(cfg, groups, learner)
             metrics = starpo.describe(groups, scored.std, scored.kept)
@@ -298,13 +300,15 @@ def update(
 
 # ---------------------------------------------------------------------------------------------------------- 5. evaluate
 def evaluate(
-    cfg: StarPORun, sampler: Sampler, chat: Chat, split: str, episodes: int, name: str = "evaluation"
-) -> Evaluation:
+    cfg: StarPORun, sampler: Sampler, chat: Chat, split: str, episodes: int, name: str = "evaluation",
+    begins: bool = False,
+) -> Evaluation:  # fmt: skip
     """Play held-out levels, the same ones each time and in every run; shares have 95 % intervals over the levels.
 
     Args:
         episodes: of each environment.
         name: the first part of the metrics' names.
+        begins: whether it is the first one, which no program that cannot play is to make long.
     """
     summaries: dict[str, list[starpo.Summary]] = {}
     first: list[Trajectory] = []
@@ -312,7 +316,8 @@ def evaluate(
         own, levels = runtime.parallel.mine(episodes), evaluation.held_out_levels(env, split, episodes)
         begun = [rollouts.new_episode(env, cfg.protocol, levels[i], split) for i in own]
         seeds = [evaluation.sampling_seed(env.title, i) for i in own]
-        trajectories = starpo.play_all(cfg, sampler, chat, begun, cfg.evaluation.temperature, seeds)
+        done = starpo.refuse_silent_programs(cfg, env) if begins else None
+        trajectories = starpo.play_all(cfg, sampler, chat, begun, cfg.evaluation.temperature, seeds, done)
         starpo.refuse_crashed_evaluation(env, trajectories)
         summaries[env.title] = runtime.parallel.gather([starpo.Summary.of(t) for t in trajectories])
         first += trajectories[:2]
@@ -324,7 +329,7 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     """Evaluate on validation levels and old tasks; keep the policy as the best one where it wins more than the best."""
     cfg, learner, monitor, started_at = parts.cfg, parts.learner, parts.monitor, time.perf_counter()
     with learner.sampling():
-        result = evaluate(cfg, parts.sampler, parts.chat, "validation", cfg.evaluation.episodes)
+        result = evaluate(cfg, parts.sampler, parts.chat, "validation", cfg.evaluation.episodes, begins=step == 0)
     better, compared = monitor.compare_with_best(state, step, result.won)
     for title in state.join(cfg.envs, result.won):
         monitor.say(f"{title} joins: from the next step on it is trained in.")
@@ -368,11 +373,16 @@ def advise(cfg: StarPORun) -> None:
                 rollouts.new_episode(env, cfg.protocol, level, "validation", noise_seed=seed)
                 for (level, _), seed in zip(own, seeds, strict=True)
             ]
+            refuse = starpo.refuse_silent_programs(cfg, env)
             progress = runlog.Progress(len(begun), f"advice: {env.title}", unit="episode")
             with learner.sampling(), models.no_bars(), progress:
 
-                def show(done: list[Trajectory], progress: runlog.Progress = progress) -> None:
+                def show(
+                    done: list[Trajectory], progress: runlog.Progress = progress,
+                    refuse: Callable[[list[Trajectory]], None] = refuse,
+                ) -> None:  # fmt: skip
                     progress.update(progress.done + len(done))
+                    refuse(done)
 
                 played = starpo.play_all(cfg, sampler, chat, begun, cfg.rollout.temperature, seeds, show)
             starpo.refuse_crashed_evaluation(env, played)
@@ -386,7 +396,7 @@ def advise(cfg: StarPORun) -> None:
         if scored.kept:
             update(cfg, learner, collect(cfg, learner, groups, scored), 1)
         seconds = time.perf_counter() - started_at
-        runlog.say(starpo.advice_text(cfg, starts, model.num_parameters(), seconds))
+        runlog.say(starpo.advice_text(cfg, starts, model.num_parameters(), seconds, updated=bool(scored.kept)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ kept as it is: nothing here rewrites a response.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,15 @@ TEMPLATES = {  # Jinja templates that a run may write itself, and the values tha
     "system": ("rules", "limits", "format", "example", "actions", "max_turns", "max_actions", "max_actions_per_turn"),
     "feedback": (
         *("outcome", "reward", "valid", "observation", "left", "question"),
-        *("turn", "turns_left", "actions_left", "actions"),
+        *("turn", "turns_left", "actions_left", "actions", "think"),
     ),
 }
+_TEXT = "\n".join([" ".join("1" * 40)] * 40)  # with as many lines and words as a template may count on
+_SAMPLES: dict[str, dict[str, Any]] = {
+    name: {**dict.fromkeys(values, _TEXT), "actions": ["1"] * 40} for name, values in TEMPLATES.items()
+}
+_SAMPLES["system"] |= dict.fromkeys(("max_turns", "max_actions", "max_actions_per_turn"), 3)
+_SAMPLES["feedback"] |= {"valid": True, "turns_left": 3, "think": True}
 _BETWEEN = re.compile(r"</think>\s*<answer>")
 
 
@@ -63,9 +69,9 @@ class Protocol:
         if self.format_penalty > 0:
             raise ValueError("format_penalty must not be above 0.")
         known("protocol style", self.style, STYLES)
-        for name, values in TEMPLATES.items():
+        for name in TEMPLATES:
             if (source := getattr(self, name)) is not None:
-                check_template(name, source, values)
+                check_template(name, source)
         if self.style != "plain" and (self.system, self.example, self.feedback) != (None, None, None):
             raise ValueError('protocol.system, example and feedback belong to style="plain": leave them out.')
 
@@ -171,17 +177,39 @@ def template(source: str) -> Template:
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(source)
 
 
-def check_template(name: str, source: str, values: Sequence[str]) -> None:
-    """ValueError where a template cannot be read or asks for a value that it is not given."""
+def render(name: str, source: str, values: Mapping[str, Any]) -> str:
+    """Return the text of the template `protocol.NAME`; RuntimeError where it cannot be made."""
+    try:
+        return template(source).render(values)
+    except Exception as error:  # the user's own template
+        raise RuntimeError(f"`protocol.{name}` cannot be filled ({type(error).__name__}: {error})") from error
+
+
+@lru_cache(maxsize=64)
+def check_template(name: str, source: str) -> None:
+    """ValueError where a template cannot be read, asks for a value that it is not given, or cannot be filled."""
     from jinja2 import TemplateError
     from jinja2.meta import find_undeclared_variables
 
+    values = TEMPLATES[name]
     try:
         unknown = find_undeclared_variables(template(source).environment.parse(source)) - set(values)
     except TemplateError as error:
         raise ValueError(f"protocol.{name} is not a Jinja template ({error}).") from error
     if unknown:
         raise ValueError(f"protocol.{name} uses {', '.join(sorted(unknown))}; its values are {', '.join(values)}.")
+    samples: list[dict[str, Any]] = [_SAMPLES[name]]
+    if name == "feedback":
+        first, later = {"turn": 1, "reward": None, "outcome": ""}, {"turn": 2, "reward": 0.5}
+        left = ({"actions_left": 3}, {"actions_left": None})
+        samples = [_SAMPLES[name] | turn | actions for turn in (later, first) for actions in left]
+    for sample in samples:
+        try:
+            render(name, source, sample)
+        except RuntimeError as error:
+            none = [key for key, value in sample.items() if value is None]
+            where = f" where {' and '.join(none)} {'is' if len(none) == 1 else 'are'} none" if none else ""
+            raise ValueError(f"{error}{where}.") from error
 
 
 def thought_span(text: str) -> tuple[int, int] | None:

@@ -7,10 +7,10 @@ compact   few tokens, for models of a few hundred thousand parameters that learn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from envs.base import TextEnv
-from envs.protocol import ACTION_SEP, Past, Protocol, format_response, template
+from envs.protocol import ACTION_SEP, Past, Protocol, format_response, render
 from envs.sentences import counted, listed, upper_first
 
 SYSTEM = """\
@@ -51,16 +51,17 @@ def system_text(env: TextEnv, protocol: Protocol) -> str:
     per_turn = actions_per_turn(env, protocol)
     state = env.example_state
     state += "" if not state else "\n" if state.endswith("?") else ":\n"
-    return template(protocol.system or SYSTEM).render(
+    values: dict[str, Any] = dict(
         rules=env.rules(),
         limits=_limits(env, protocol),
         format=answer_format(env, protocol),
-        example=protocol.example or state + example_response(env, protocol),
+        example=state + example_response(env, protocol) if protocol.example is None else protocol.example,
         actions=list(env.actions or ()),
         max_turns=protocol.max_turns,
         max_actions=min(protocol.max_actions, protocol.max_turns * per_turn),
         max_actions_per_turn=per_turn,
     )
+    return render("system", SYSTEM if protocol.system is None else protocol.system, values)
 
 
 def user_text(env: TextEnv, protocol: Protocol, view: View) -> str:
@@ -71,7 +72,7 @@ def user_text(env: TextEnv, protocol: Protocol, view: View) -> str:
     left = counted(view.turns_left, "turn")
     if view.actions_left is not None:
         left += f" and {counted(view.actions_left, 'action')}"
-    return template(protocol.feedback or FEEDBACK).render(
+    values: dict[str, Any] = dict(
         outcome="" if past is None else outcome(env, protocol, past),
         reward=None if past is None else round(past.reward, 6),
         valid=past is None or past.valid,
@@ -82,7 +83,9 @@ def user_text(env: TextEnv, protocol: Protocol, view: View) -> str:
         turns_left=view.turns_left,
         actions_left=view.actions_left,
         actions=list(env.actions or ()),
+        think=protocol.think,
     )
+    return render("feedback", FEEDBACK if protocol.feedback is None else protocol.feedback, values)
 
 
 def summary_text(env: TextEnv, protocol: Protocol, past: Sequence[Past], first: int, view: View) -> str:

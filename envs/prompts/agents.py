@@ -20,6 +20,7 @@ from envs.prompts.rewards import Reward, is_exit_code
 from envs.prompts.rows import filled
 
 MARKS = re.compile("{[{%#]")  # of a Jinja template
+MOST_PARALLEL = 256  # programs at the same time
 OUTPUT = ("output", "exit_code")  # columns that reward functions are given beside those of the row
 
 
@@ -70,7 +71,7 @@ def agent_of(given: str | Sequence[Any] | Mapping[str, Any], rewards: Sequence[R
     limits = {
         "turns": (int, 1, 10_000),
         "seconds": (float, 0.001, 1e6),
-        "parallel": (int, 1, 1024),
+        "parallel": (int, 1, MOST_PARALLEL),
     }
     for key, value in entry.items():
         if key not in limits:

@@ -28,6 +28,8 @@ from posttrain.config.shared import (
 class ChatRun(Section):
     """Chat in the terminal, and watching the model play."""
 
+    preset_sections = ("protocol",)
+
     model: ModelSection = Field("the model that answers")
     chat: ChatSection = Field("how messages become tokens", ChatSection())
     device: Device = Field(DEVICE, "auto")

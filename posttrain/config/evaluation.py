@@ -21,6 +21,7 @@ from posttrain.config.shared import (
     SamplingSection,
     Section,
     different_titles,
+    templates_are_shown,
     turns_where_counted,
     whole_context_with_tools,
     wrong,
@@ -83,6 +84,7 @@ class EnvSuite(SuiteSettings):
     def _titles(self) -> EnvSuite:
         different_titles(self.envs)
         whole_context_with_tools(self.envs, self.context, "suites.envs.context")
+        templates_are_shown(self.envs, self.protocol, "suites.envs.protocol")
         return self
 
 
@@ -160,6 +162,8 @@ Checkpoint = Annotated[
 
 class EvaluateRun(Run):
     """The evaluator; the first checkpoint is the one that the others are compared with."""
+
+    preset_sections = ("suites.envs.protocol",)
 
     checkpoints: dict[str, Checkpoint] = Field(
         "name: folder, Hub id or an endpoint's section, in the order of the table; the first is the base", min_length=1

@@ -136,7 +136,8 @@ def _plan_of_all(argv: Sequence[str]) -> list[str]:
 def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None = None) -> Config:
     """Return the validated config of one YAML file with overrides: a preset < the file < the overrides.
 
-    A preset in an override replaces the file's section `algorithm`, and its other keys replace the file's.
+    A preset in an override replaces the file's section that names it (`algorithm`, `protocol`), and the preset's other
+    keys replace the file's.
 
     Args:
         schema: model of the config, as SFTRun.
@@ -150,13 +151,13 @@ def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None 
     problems: list[str] = []
     changed: list[tuple[str, ...]] = []
     overrides = list(overrides or ())
-    if schema.preset_key and (named := [text for text in overrides if text.partition("=")[0] == schema.preset_key]):
-        section, _, _ = schema.preset_key.partition(".")
-        values[section] = {}
-        for text in named:
+    for section in schema.preset_sections:
+        named = [text for text in overrides if text.partition("=")[0] == f"{section}.preset"]
+        for text in [f"{section}={{}}", *named] if named else ():
             with contextlib.suppress(UserError):  # reported below
                 _override(values, text)
-        values = _merge(values, schema.preset_keys(values))
+        if named:
+            values = _merge(values, schema.preset_keys({section: values.get(section)}))
     for text in overrides:
         try:
             if "=" not in text and (meant := suggestions.argument(schema, values, text)):

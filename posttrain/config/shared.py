@@ -36,7 +36,7 @@ STARPO_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
 class Section(BaseModel):
     model_config = STRICT
 
-    preset_key: ClassVar[str | None] = None  # the key that names a preset, in a run that knows presets
+    preset_sections: ClassVar[tuple[str, ...]] = ()  # the sections of a run whose key `preset` names one
 
     @field_validator("*")
     @classmethod
@@ -203,7 +203,9 @@ class ProtocolSection(Section):
         " them from demonstrations",
         "plain",
     )
-    system: str | None = Field("Jinja template of the system message; null takes that of envs/wording.py", None)
+    system: str | None = Field(
+        "Jinja template of the system message; null takes the preset's or that of envs/wording.py", None
+    )
     example: str | None = Field("an answer that the system message shows; null takes the environment's own", None)
     feedback: str | None = Field("Jinja template of the user message before each turn; null as above", None)
 
@@ -212,7 +214,15 @@ class ProtocolSection(Section):
     def _preset_under(cls, given: Any) -> Any:
         preset = given.get("preset") if isinstance(given, dict) else None
         file = PROTOCOLS / f"{preset}.yaml"
-        return read_yaml(file) | given if isinstance(preset, str) and file.is_file() else given
+        if not (isinstance(preset, str) and file.is_file()):
+            return given
+        templates = ("system", "feedback")  # null stands for the preset's
+        return read_yaml(file) | {k: each for k, each in given.items() if each is not None or k not in templates}
+
+    @property
+    def templates(self) -> list[str]:
+        """Return which of the messages' parts are written."""
+        return [key for key in ("system", "example", "feedback") if getattr(self, key) is not None]
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `envs.protocol.Protocol.of`."""
@@ -220,7 +230,9 @@ class ProtocolSection(Section):
 
     @model_validator(mode="after")
     def _templates(self) -> ProtocolSection:
-        if (self.system, self.example, self.feedback) != (None, None, None):
+        if self.preset and self.style != "plain":
+            raise wrong(f"`protocol.preset: {self.preset}` is in the words of `style: plain`: leave one of them out")
+        if self.templates:
             from envs.protocol import Protocol
 
             try:
@@ -228,6 +240,15 @@ class ProtocolSection(Section):
             except ValueError as problem:
                 raise wrong(str(problem)) from None
         return self
+
+
+def templates_are_shown(envs: Sequence[EnvSection], protocol: ProtocolSection, key: str) -> None:
+    """Raise an error where a list of environments has only `prompts`, whose messages are their own, and templates."""
+    if protocol.templates and not protocol.preset and all(env.name == "prompts" for env in envs):
+        raise wrong(
+            f"`{key}.{protocol.templates[0]}` is shown by no environment: the messages of `prompts` are those of its"
+            " rows and of its option `system`"
+        )
 
 
 Context = Literal["full", "last_k", "single_turn"]

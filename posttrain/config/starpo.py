@@ -25,6 +25,7 @@ from posttrain.config.shared import (
     different_titles,
     env_by_name,
     hint,
+    templates_are_shown,
     turns_where_counted,
     whole_context_with_tools,
     wrong,
@@ -259,7 +260,7 @@ class StarPORun(TrainingRun):
     """Phase 3; `model.name_or_path` is the folder phase 2 saved."""
 
     rates = STARPO_RATES
-    preset_key = "algorithm.preset"
+    preset_sections = ("algorithm", "protocol")
 
     envs: list[TrainingEnv] = Field("the environments that are played, mixed", min_length=1)
     protocol: ProtocolSection = Field("turns, answer format and penalties", ProtocolSection())
@@ -281,6 +282,7 @@ class StarPORun(TrainingRun):
     def _envs_fit(self) -> StarPORun:
         different_titles(self.envs)
         whole_context_with_tools(self.envs, self.rollout.context, "rollout.context")
+        templates_are_shown(self.envs, self.protocol, "protocol")
         programs = [env.title for env in self.envs if env.options.get("agent")]
         if programs and self.rollout.max_staleness:
             raise wrong(f"{programs[0]} is played by a program, which cannot play ahead: leave out `max_staleness`")
@@ -309,7 +311,7 @@ class StarPORun(TrainingRun):
         if self.rollout.refill:
             raise wrong(
                 "`rollout.refill` plays until groups have different rewards, and with `distillation.reward: false`"
-                " every group teaches: leave it out"
+                " every group teaches: write `rollout.refill: 0`"
             )
         if algorithm.critical:
             raise wrong(

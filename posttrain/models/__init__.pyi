@@ -53,7 +53,7 @@ from .loading import (
     whole_again as whole_again,
 )
 from .model_card import commit as commit
-from .model_files import errors_in_words as errors_in_words, no_bars as no_bars
+from .model_files import errors_in_words as errors_in_words, named_by as named_by, no_bars as no_bars
 from .requests import (
     check_size as check_size,
     fit_context as fit_context,

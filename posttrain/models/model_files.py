@@ -73,6 +73,15 @@ def check_source(model: ModelSection, key: str = "model.name_or_path") -> None:
         )
 
 
+@contextlib.contextmanager
+def named_by(key: str) -> Iterator[None]:
+    """Name this key in refusals of a model, which name `model.name_or_path`."""
+    try:
+        yield
+    except UserError as problem:
+        raise UserError(str(problem).replace("model.name_or_path", key)) from problem
+
+
 def _must_be_no_adapter(model: ModelSection) -> None:
     """Raise UserError for the folder or the Hub name of a PEFT adapter, even where a model lies beside it.
 

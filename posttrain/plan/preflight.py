@@ -217,12 +217,21 @@ def check_positions(cfg: Any, model: ModelSection) -> None:
 
 def _check_teacher(cfg: Any, model: ModelSection, teacher: ModelSection) -> None:
     """Raise UserError for a teacher whose tokens are not the model's: it could not read what was sampled."""
-    own, other = (models.load_chat(each, cfg.chat.template) for each in (model, teacher))
+    own = models.load_chat(model, cfg.chat.template)
+    with models.named_by("distillation.teacher"):
+        other = models.load_chat(teacher, cfg.chat.template)
+        rows = getattr(model_files.load_config(teacher).get_text_config(), "vocab_size", None)
     if problem := models.other_tokens(own, other):
         raise UserError(
             f"distillation.teacher={teacher.name_or_path} has another tokenizer than {model.name_or_path}: {problem}. A"
             " teacher is asked about the very tokens that the model samples: choose one of the same family, or teach by"
             " its answers instead (rows of `kind: messages` for phase 1)."
+        )
+    if rows is not None and rows < len(other.tokenizer):
+        raise UserError(
+            f"distillation.teacher={teacher.name_or_path} has {rows} rows of embeddings for a tokenizer of"
+            f" {len(other.tokenizer)} tokens: it has not learnt the last ones. Choose a teacher that has, or another"
+            " chat.template."
         )
     check_positions(cfg, teacher)
 

@@ -43,6 +43,7 @@ from .run import (
     play_all as play_all,
     refuse_crashed_evaluation as refuse_crashed_evaluation,
     refuse_crashes as refuse_crashes,
+    refuse_silent_programs as refuse_silent_programs,
     set_up as set_up,
 )
 from .run_state import RunState as RunState

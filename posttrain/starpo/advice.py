@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, variance
 from typing import NamedTuple
 
 from envs import TextEnv
@@ -21,6 +21,7 @@ from posttrain.starpo.monitoring.episodes import differs
 from posttrain.types import OF_GAMES, Trajectory, Words, words_of
 
 LEVELS, ANSWERS = 64, 16  # validation levels of each environment, and episodes of each
+FEW = 0.2  # of groups that differ
 SATURATED = 0.9  # of pass@1: the signal falls with p (1 - p)
 HOPELESS = 0.1  # of pass@16: then nine levels in ten have no success to learn from
 ENOUGH = 48  # episodes to judge success by
@@ -33,11 +34,11 @@ FASTEST = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}  # of such models; above, 
 
 
 class Start(NamedTuple):
-    """What a policy does in an environment before it is trained: Start("sokoban", .2, .7, 16, .6, .5, .1, .0, .3).
+    """What a policy does in an environment before it is trained: Start("sokoban", .2, .7, 16, .6, .5, .1, .0, .3, .1).
 
     pass_1, pass_k: the chance that one, or one of k, episodes of a level succeeds. differ: the share of groups whose
-    rewards differ. entropy: nats a token. invalid, unfinished: shares of turns. spread: the standard deviation of the
-    groups' success. levels: how many there were, k episodes of each.
+    rewards differ. entropy: nats a token. invalid, unfinished: shares of turns. between, within: the variances of
+    success between levels, and between episodes of a level. levels: how many there were, k episodes of each.
     """
 
     env: str
@@ -48,7 +49,8 @@ class Start(NamedTuple):
     entropy: float
     invalid: float
     unfinished: float
-    spread: float
+    between: float
+    within: float
     levels: int = LEVELS
 
     @classmethod
@@ -56,6 +58,8 @@ class Start(NamedTuple):
         """Measure an environment's groups, all of one size; `entropies` are those of its episodes."""
         size = len(groups[0])
         won = [sum(t.success for t in group) for group in groups]
+        shares = [each / size for each in won]
+        within = fmean(share * (1 - share) for share in shares) * size / max(1, size - 1)  # without bias
         turns = max(1, sum(t.turns for group in groups for t in group))
         return cls(
             env=env,
@@ -66,7 +70,8 @@ class Start(NamedTuple):
             entropy=fmean(entropies) if entropies else 0.0,
             invalid=sum(t.invalid_turns for group in groups for t in group) / turns,
             unfinished=sum(t.unfinished_turns for group in groups for t in group) / turns,
-            spread=stdev(each / size for each in won) if len(won) > 1 else 0.0,
+            between=max(0.0, variance(shares) - within / size) if len(won) > 1 else 0.0,
+            within=within,
             levels=len(groups),
         )
 
@@ -118,6 +123,11 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}. First {shown},"
             f" {prompt}, or easier {words.levels}{easier}."
         )
+    elif start.differ < FEW:
+        found.append(
+            f"Few groups teach: the rewards of {start.differ:.0%} differ. Take {words.levels} that are {words.won} now"
+            f" and then (envs.difficulty: auto), or more {words.samples} (rollout.num_generations)."
+        )
     if start.entropy < COLD and start.pass_1 <= SATURATED and parameters >= LARGE:
         found.append(
             f"The entropy is low, so {words.samples} resemble each other: fewer epochs or rows of imitation, or"
@@ -158,9 +168,13 @@ def rate_warning(cfg: StarPORun, parameters: int) -> str:
     )
 
 
-def steps_to_see(spread: float, groups: int) -> int:
-    """Return over how many steps success has to be averaged, before and after, to see a gain of `GAIN` at 95 %."""
-    error = spread / math.sqrt(groups)
+def steps_to_see(start: Start, groups: int, size: int) -> int:
+    """Return over how many steps success has to be averaged, before and after, to see a gain of `GAIN` at 95 %.
+
+    Args:
+        groups, size: of a step, each on a level of its own; episodes of a group.
+    """
+    error = math.sqrt((start.between + start.within / size) / groups)
     return max(1, math.ceil(2 * (1.96 * error / GAIN) ** 2))
 
 
@@ -170,12 +184,20 @@ def measure_start(learner: Learner, groups: Sequence[Sequence[Trajectory]], titl
     return Start.of(title, groups, floats(learner.mean_entropies(written)) if written else [])
 
 
-def advice_text(cfg: StarPORun, starts: Mapping[str, Start], parameters: int, seconds: float | None = None) -> str:
+def advice_text(
+    cfg: StarPORun,
+    starts: Mapping[str, Start],
+    parameters: int,
+    seconds: float | None = None,
+    *,
+    updated: bool = True,
+) -> str:
     """Return what the starts show and what follows, a line each.
 
     Args:
         starts: by title of the environment.
         seconds: that a step takes, where it was measured.
+        updated: whether that step kept a group to learn from.
     """
     lines: list[str] = []
     for section in cfg.envs:
@@ -185,12 +207,13 @@ def advice_text(cfg: StarPORun, starts: Mapping[str, Start], parameters: int, se
             lines += [start.figures(cfg.rewarded, words_of([section.name])), *(f"  {each}" for each in found)]
     lines += [text] if (text := rate_warning(cfg, parameters)) else []
     if seconds is not None and starts:
-        steps = max(steps_to_see(start.spread, cfg.rollout.groups) for start in starts.values())
-        hours = cfg.trainer.max_steps * seconds / 3600
-        lines.append(
-            f"A step takes {seconds:.0f} s, all {cfg.trainer.max_steps} take {hours:.1f} h."
-            f" A gain of {100 * GAIN:.0f} points is seen in the mean of {steps} steps of {cfg.rollout.groups} groups."
-        )
+        hours, groups = cfg.trainer.max_steps * seconds / 3600, cfg.rollout.groups
+        without = "" if updated else " without an update (none of its groups was kept)"
+        lines.append(f"A step takes {seconds:.0f} s{without}, all {cfg.trainer.max_steps} take {hours:.1f} h.")
+        moving = [start for start in starts.values() if 0 < start.pass_1 < 1]  # the others' error is not known
+        if moving:
+            steps = max(steps_to_see(start, groups, cfg.rollout.num_generations) for start in moving)
+            lines[-1] += f" A gain of {100 * GAIN:.0f} points is seen in the mean of {steps} steps of {groups} groups."
     return "\n".join(lines)
 
 

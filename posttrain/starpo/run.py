@@ -112,7 +112,8 @@ def load_teacher(cfg: StarPORun) -> Any:
     section = cfg.teacher
     if launcher.sharding() == "fsdp2":  # weights that are sharded together have one precision
         section = section.model_copy(update={"dtype": cfg.model.dtype})
-    teacher, _ = models.load(section, device=cfg.device, chat_template=cfg.chat.template)
+    with models.named_by("distillation.teacher"):
+        teacher, _ = models.load(section, device=cfg.device, chat_template=cfg.chat.template)
     if not head_agrees(teacher):
         raise UserError(
             f"distillation.teacher={section.name_or_path} does more to its logits than phase 3 knows: what it says of a"
@@ -202,6 +203,8 @@ class Crashed(UserError):
             remedy = "Correct the program: `posttrain serve` answers it as well, with its OPENAI_BASE_URL and a key."
         if "`protocol.parser:" in last:
             remedy = "Correct that function, which must not raise for any text."
+        if "`protocol.system`" in last or "`protocol.feedback`" in last:
+            remedy = "Correct that template."
         super().__init__(f"{env.title} has crashed in every episode {where}, the last time with {last}. {remedy}")
 
 
@@ -231,6 +234,22 @@ def refuse_crashed_evaluation(env: EnvSection, played: Sequence[Trajectory]) -> 
     crashes = [crashed for crashed, _ in ends if crashed]
     if 2 * len(crashes) >= len(ends) and len(crashes) == sum(acted for _, acted in ends):
         raise Crashed(env, f"on held-out levels in which it was given an action ({len(crashes)})", crashes[-1])
+
+
+def refuse_silent_programs(cfg: StarPORun, env: EnvSection) -> Callable[[list[Trajectory]], None]:
+    """Return what takes the episodes that have ended, and raises Crashed where no program has had an answer.
+
+    It waits for as many as run at a time: each may take minutes, and there may be many more.
+    """
+    made, ended = open_env(env), list[Trajectory]()
+    most = min(made.agent.parallel, cfg.rollout.conversations) if isinstance(made, Prompts) and made.agent else None
+
+    def done(episodes: list[Trajectory]) -> None:
+        ended.extend(t for t in episodes if not t.crashed or t.crashed.startswith(PROGRAM_CRASHED))
+        if most and len(ended) >= most and all(t.crashed and not t.turns for t in ended):
+            raise Crashed(env, f"of the first {len(ended)}", ended[-1].crashed)
+
+    return done
 
 
 @contextmanager

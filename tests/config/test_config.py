@@ -458,6 +458,59 @@ def test_a_protocol_preset_is_under_the_keys_that_are_written(file):
     assert "protocol.preset (on the command line): 'verl' is not one of ragen" in told
 
 
+@pytest.mark.parametrize(
+    "schema, file, section",
+    [
+        (StarPORun, "phase3_starpo.yaml", "protocol"),
+        (StarPORun, "models/qwen2.5-0.5b.yaml", "protocol"),
+        (StarPORun, "envs/frozen_lake.yaml", "protocol"),  # whose templates are written as null
+        (EvaluateRun, "variants.yaml", "suites.envs.protocol"),
+        (ChatRun, "quickstart/chat.yaml", "protocol"),
+    ],
+)
+def test_a_protocol_preset_on_the_command_line_is_what_it_says(schema, file, section):
+    def found(*overrides):
+        cfg = config.resolve(schema, ROOT / "configs" / file, [f"{section}.preset=ragen", *overrides])
+        for key in section.split("."):
+            cfg = getattr(cfg, key)
+        return cfg
+
+    preset = config.ProtocolSection.model_validate({"preset": "ragen"})
+    assert found() == preset
+    assert found(f"{section}.max_turns=3") == preset.model_copy(update={"max_turns": 3})
+    assert found(f"{section}.preset=null") == config.ProtocolSection()
+
+
+def test_a_protocol_preset_replaces_no_other_section_and_keeps_its_templates_beside_null():
+    file = ROOT / "configs" / "phase3_starpo.yaml"
+    changed = config.resolve(StarPORun, file, ["protocol.preset=ragen"]).model_dump() | {"protocol": None}
+    assert changed == config.resolve(StarPORun, file).model_dump() | {"protocol": None}
+    section = config.ProtocolSection.model_validate({"preset": "ragen", "system": None, "max_turns": None})
+    assert "You're a helpful assistant" in (section.system or "") and section.max_turns is None
+
+
+@pytest.mark.parametrize(
+    "schema, file, override, words",
+    [
+        (StarPORun, "gsm8k.yaml", "protocol.system=Think.", "`protocol.system` is shown by no environment"),
+        (
+            EvaluateRun,
+            "variants.yaml",
+            "suites.envs={envs: [prompts], protocol: {feedback: x}}",
+            "`suites.envs.protocol.feedback` is shown by no environment",
+        ),
+        (
+            StarPORun,
+            "phase3_starpo.yaml",
+            "protocol={preset: ragen, style: compact}",
+            "`protocol.preset: ragen` is in the words of `style: plain`",
+        ),
+    ],
+)
+def test_words_that_no_environment_would_show_are_refused(schema, file, override, words):
+    assert words in complaint(schema, ROOT / "configs" / file, override)
+
+
 def test_a_source_may_be_a_path_alone_and_has_the_kind_that_its_phase_reads() -> None:
     sources = "[mine.jsonl, {path: a.csv, weight: 2}, {kind: auto, path: openai/gsm8k}]"
     cfg = config.resolve(SFTRun, ROOT / "configs" / "phase1_sft.yaml", [f"data.sources={sources}"])

@@ -146,6 +146,13 @@ def test_templates_of_a_run_take_the_place_of_ours() -> None:
     [
         ({"system": "{{ rule }}"}, "protocol.system uses rule; its values are rules, limits"),
         ({"feedback": "{% if %}"}, "protocol.feedback is not a Jinja template"),
+        ({"feedback": "{{ reward + 1 }}"}, "`protocol.feedback` cannot be filled (TypeError: unsupported operand"),
+        ({"feedback": "{{ reward + 1 }}"}, "where reward is none."),
+        ({"feedback": "{{ observation }} {{ actions_left - 1 }}"}, "where actions_left is none."),
+        ({"feedback": "{{ observation.__class__ }}"}, "(SecurityError: "),
+        ({"system": "{{ rules.__class__.__mro__[1].__subclasses__() }}"}, "(SecurityError: "),
+        ({"system": "{{ rules.foo }}"}, "`protocol.system` cannot be filled (UndefinedError: "),
+        ({"system": "{% include 'x' %}"}, "`protocol.system` cannot be filled (TypeError: "),
         ({"style": "terse"}, "Known: plain, compact"),
         ({"style": "compact", "example": "x"}, 'belong to style="plain"'),
     ],
@@ -156,13 +163,44 @@ def test_a_template_that_cannot_be_used_is_refused(wrong: dict[str, Any], words:
     assert words in str(error.value)
 
 
-def test_a_template_runs_no_code() -> None:
-    from jinja2.exceptions import SecurityError
+def test_a_template_that_fails_in_an_environment_is_named() -> None:
+    env = make("countdown")  # which lists no actions
+    with pytest.raises(RuntimeError, match=r"`protocol.system` cannot be filled \(UndefinedError: "):
+        Episode(env, Protocol.of(env, system="{{ actions[0] }}"), 0)
 
+
+@pytest.mark.parametrize(
+    "feedback",
+    [
+        "{% if turn > 1 %}{{ reward + 1 }} {{ outcome.split()[0] }}{% endif %}{{ observation }}",
+        "{{ observation.split('\n')[2].split(' ')[3] }} {{ actions[0] }} {{ 1 / turns_left }}",
+        "{{ actions_left + 1 if actions_left is not none else turns_left }}",
+    ],
+)
+def test_templates_that_always_work_are_taken(feedback: str) -> None:
     env = make("frozen_lake")
-    protocol = Protocol.of(env, system="{{ rules.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(SecurityError):
-        Episode(env, protocol, 0)
+    episode = Episode(env, Protocol.of(env, feedback=feedback, max_actions=4), 1)
+    assert episode.step("no").user
+
+
+def test_an_empty_template_is_an_empty_message() -> None:
+    env = make("frozen_lake")
+    episode = Episode(env, Protocol.of(env, system="", feedback=""), 1)
+    assert [message["content"] for message in episode.messages] == ["", ""]
+    assert system_text(env, Protocol.of(env, example="")).endswith("For example:\n")
+
+
+@pytest.mark.parametrize("name, actions", [("frozen_lake", "up to 5 actions in a turn, "), ("countdown", "one action")])
+@pytest.mark.parametrize("think", [True, False])
+def test_ragens_messages_fit_the_answer_that_is_asked_for(name: str, actions: str, think: bool) -> None:
+    from posttrain.config import ProtocolSection
+
+    env = make(name)
+    section = ProtocolSection.model_validate({"preset": "ragen", "think": think})
+    episode = Episode(env, Protocol.of(env, **section.arguments()), 1)
+    system, user = (message["content"] for message in episode.messages)
+    assert f"You may take {actions}" in system
+    assert ("<think>" in user) == think and "Always output: <" in user and "<answer> [your answer] </answer>" in user
 
 
 def test_the_compact_style_is_what_it_was() -> None:

@@ -195,20 +195,46 @@ def test_a_fork_shares_the_tokens_before_it_and_other_histories_are_not_trained(
     assert t.tokens == sum(sum(s.mask) for s in t.segments) == len(t.sampled_logprobs)
 
 
-def test_a_repeated_request_gets_the_same_answer_once(tmp_path: Path, tiny_chat: Chat) -> None:
+def test_a_question_that_was_answered_gets_another_sample(tmp_path: Path, tiny_chat: Chat) -> None:
+    """Also where the client repeats it because its first attempt never came here."""
     env = section(
         tmp_path,
         """
         body = {"messages": [user(row["question"])]}
-        first = send(body)
-        again = send(body, headers={"x-stainless-retry-count": "1"})
-        assert json.loads(first[1])["choices"] == json.loads(again[1])["choices"]
-        other = send(body)  # the same question on purpose: another sample
-        assert other[0] == 200
+        found = [send(body, headers={"x-stainless-retry-count": str(n)})[1] for n in range(3)]
+        print(*[json.loads(text)["choices"][0]["message"]["content"] for text in found])
         """,
     )
-    (t,) = played(Answering(tiny_chat, echo), tiny_chat, env)
-    assert t.crashed == "" and t.turns == 2 and len(t.segments) == 2
+    numbers = iter(range(9))
+    (t,) = played(Answering(tiny_chat, lambda text: f"sample {next(numbers)}"), tiny_chat, env)
+    assert t.crashed == "" and t.turns == 3 and len(t.segments) == 3
+    assert sampled(tiny_chat, t) == ["sample 0", "sample 1", "sample 2"]
+
+
+def test_answers_that_were_left_go_to_those_who_ask_the_same(tmp_path: Path, tiny_chat: Chat) -> None:
+    """Several equal requests may be left, before their answers are written and just as they are sent."""
+    episode = new_episode(section(tmp_path, ""), ProtocolSection(), 0, "train")
+    assert not isinstance(episode, Trajectory)
+    game = AgentGame(tiny_chat, episode, 100, 0)
+
+    def ask() -> tuple[Asked, Any]:
+        asked = Asked([{"role": "user", "content": "a"}], [])
+        return asked, game.begin_turn(asked)
+
+    def text(asked: Asked) -> Any:
+        answer: Any = asked.answer.result(0)
+        return answer.message["content"]
+
+    assert game.begin_turn(Asked([{"role": "user", "content": "a"}], [], left=True)) is None
+    first, turns = zip(*[ask() for _ in range(3)], strict=True)
+    first[0].left = first[1].left = True
+    for n, turn in enumerate(turns):
+        game.end_turn(turn, Completion([*tiny_chat.content_ids(f"{n}"), tiny_chat.stop_id], [0.0] * 2, True))
+    again = [ask() for _ in range(3)]
+    assert [turn is None for _, turn in again] == [True, True, False] and text(first[2]) == "2"
+    assert [text(asked) for asked, _ in again[:2]] == ["0", "1"] and game.trajectory.turns == 3
+    again[1][0].left = True  # as its answer was sent
+    assert text(ask()[0]) == "1" and ask()[1] is not None
 
 
 def printed(prompts: Any, completions: Any, output: list[str], exit_code: list[int], **columns: Any) -> list[float]:
@@ -230,8 +256,7 @@ def test_a_short_timeout_gets_the_answer_in_the_end(
         messages = [user(row["question"])]
         for number in range(9):
             try:
-                again = {{"x-stainless-retry-count": str(number)}}
-                status, text = send({{"messages": messages}}, headers=again, timeout=0.3)
+                status, text = send({{"messages": messages}}, timeout=0.3)
                 break
             except TimeoutError:
                 pass
@@ -243,7 +268,7 @@ def test_a_short_timeout_gets_the_answer_in_the_end(
     )
 
     def ready() -> bool:
-        return bool(arrived) and arrived[0].left if late else any(each.retry for each in arrived)
+        return len(arrived) > (0 if late else 1) and arrived[0].left
 
     sampler = Answering(tiny_chat, echo, ready, lambda: os.write(written, b"x"))
     (t,) = played(sampler, tiny_chat, env)
@@ -276,6 +301,12 @@ def test_answers_end_where_the_program_says(tmp_path: Path, tiny_chat: Chat) -> 
 HOSTILE = {
     "never_calls": ("", {}, "the model was asked for no answer, and it ended with exit code 0", 0),
     "raises": ("ask([user('a')]); 1 / 0", {}, "exit code 1: ZeroDivisionError", 1),
+    "asks_for_more": (
+        "ask([user('a')]); ask([user('b')], n=2)",
+        {},
+        "a request was refused (n is not supported here.), and it ended with exit code 1",
+        1,
+    ),
     "hangs": ("ask([user('a')]); signal.pause()", {"seconds": 1.0}, "took more than 1 s", 1),
     "ignores_sigterm": (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); ask([user('a')]); signal.pause()",
@@ -539,6 +570,37 @@ def test_no_more_conversations_are_open_than_slots(tmp_path: Path, tiny_chat: Ch
     assert not sampler.still_open()
 
 
+def test_a_free_place_is_taken_while_others_are_answered(tmp_path: Path, tiny_chat: Chat, arrived: list[Asked]) -> None:
+    class Unequal(Answering):
+        """It writes the answer to "slow" when three other programs have asked."""
+
+        def converse(self, turns, params, then) -> None:
+            slow = []
+
+            def sorted_out(turns):
+                slow.extend(turn for turn in turns if "slow" in str(self.chat.tokenizer.decode(self._ids[turn[0]])))
+                return [turn for turn in turns if turn not in slow]
+
+            def others() -> bool:
+                super(Unequal, self).converse(sorted_out(then([])), params, lambda done: sorted_out(then(done)))
+                return len(arrived) == 4
+
+            super().converse(sorted_out(turns), params, lambda done: sorted_out(then(done)))
+            if slow:
+                wait_until(others)
+                super().converse(slow, params, then)
+
+    code = f"""
+        try:
+            os.mkdir({str(tmp_path / "first")!r})
+            ask([user("slow")])
+        except FileExistsError:
+            ask([user("quick")])
+        """
+    found = played(Unequal(tiny_chat, echo), tiny_chat, section(tmp_path, code, parallel=2), 4)
+    assert [(t.crashed, t.turns) for t in found] == [("", 1)] * 4
+
+
 @pytest.mark.thorough
 def test_an_unmodified_agent_sixteen_at_once(tmp_path: Path, tiny_chat: Chat) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -610,6 +672,7 @@ def test_the_clock_stands_still_while_the_model_writes(monkeypatch: pytest.Monke
         ({"command": ["python3"], "second": 3}, "has no key second"),
         ({"command": ["python3"], "seconds": 0}, "seconds is 0"),
         ({"command": ["python3"], "turns": True}, "turns is True"),
+        ({"command": ["python3"], "parallel": 257}, "parallel is 257, not a number from 1 to 256"),
     ],
 )
 def test_a_wrong_agent_is_said_at_once(agent: Any, words: str) -> None:

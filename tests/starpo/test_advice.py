@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_learner import config, played, policy
 from test_phase3 import settings, train
@@ -20,7 +21,7 @@ from posttrain.starpo.learner import Learner
 from posttrain.starpo.run import levels
 from posttrain.types import Trajectory
 
-GOOD = Start("sokoban", 0.3, 0.9, 16, 0.8, 0.5, 0.05, 0.0, 0.2)
+GOOD = Start("sokoban", 0.3, 0.9, 16, 0.8, 0.5, 0.05, 0.0, 0.04, 0.1)
 
 
 def episode(won: bool, invalid: int = 0, unfinished: int = 0) -> Trajectory:
@@ -36,7 +37,7 @@ def test_a_start_is_counted() -> None:
         [episode(False), episode(False, invalid=1)],
     ]
     start = Start.of("frozen_lake", groups, [0.2, 0.4])
-    expected = Start("frozen_lake", 0.5, 2 / 3, 2, 1 / 3, 0.3, 2 / 12, 1 / 12, 0.5, 3)
+    expected = Start("frozen_lake", 0.5, 2 / 3, 2, 1 / 3, 0.3, 2 / 12, 1 / 12, 0.25 - 1 / 12, 1 / 6, 3)
     assert (start.env, start.k) == (expected.env, expected.k)
     assert start[1:3] + start[4:] == pytest.approx(expected[1:3] + expected[4:])
 
@@ -47,6 +48,7 @@ def test_a_start_is_counted() -> None:
         ({}, 1e9, ["A good start: 80% of the groups teach."]),
         ({"pass_1": 0.95, "pass_k": 1.0, "differ": 0.1}, 1e9, ["Saturated: 90% of the groups teach nothing", "boxes"]),
         ({"pass_1": 0.0, "pass_k": 0.05}, 1e9, ["Hopeless as it is: 16 tries succeed on 5% of the levels", "demos"]),
+        ({"differ": 0.0}, 1e9, ["Few groups teach: the rewards of 0% differ", "envs.difficulty: auto"]),
         ({"invalid": 0.6}, 1e9, ["format is not learnt"]),
         ({"unfinished": 0.5}, 1e9, ["raise rollout.max_completion_length (now 64)"]),
         ({"pass_1": 0.0, "pass_k": 0.0, "levels": 2}, 1e9, ["32 episodes are too few to judge success by"]),
@@ -67,7 +69,14 @@ def test_prompts_have_no_demonstrations_to_begin_with() -> None:
 def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
     env = envs.make("prompts")
     cfg = config().model_copy(update={"envs": [TrainingEnvSection(name="prompts")]})
-    for changes in ({}, {"levels": 2}, {"pass_1": 0.95}, {"pass_k": 0.05, "pass_1": 0.0}, {"entropy": 0.1}):
+    for changes in (
+        {},
+        {"levels": 2},
+        {"differ": 0.1},
+        {"pass_1": 0.95},
+        {"pass_k": 0.05, "pass_1": 0.0},
+        {"entropy": 0.1},
+    ):
         start = GOOD._replace(env="prompts", **changes)
         text = "\n".join([advice_text(cfg, {"prompts": start}, 10**9), *verdicts(start, env, 64, 10**9)])
         assert f"prompts, {start.levels} prompts: pass@1" in text
@@ -117,11 +126,31 @@ def test_a_rate_above_what_is_known_is_named() -> None:
     assert rate_warning(fast, 10**6) == ""
 
 
-def test_a_gain_needs_more_steps_where_levels_differ_more() -> None:
-    # both means have the error spread / sqrt(groups x steps); their difference is seen at 1.96 errors
-    assert steps_to_see(0.0, 8) == 1
-    error = 0.4 / (8 * steps_to_see(0.4, 8)) ** 0.5
-    assert 1.96 * 2**0.5 * error <= GAIN < 1.05 * 1.96 * 2**0.5 * error
+@pytest.mark.parametrize(
+    ("success", "size", "groups"), [((0.5,), 4, 8), ((0.5,), 8, 16), ((0.1,), 4, 8), ((0.0, 0.2, 1.0), 16, 8)]
+)
+def test_a_gain_is_seen_in_as_many_steps_as_are_said(success: tuple[float, ...], size: int, groups: int) -> None:
+    """Without a gain, differences of so many steps' means lie within it in 95 of 100 cases."""
+    draw = np.random.default_rng(0)
+
+    def won(count: int, episodes: int) -> Any:
+        return draw.binomial(episodes, draw.choice(success, count))
+
+    # what --advise plays
+    measured = [[[episode(n < wins) for n in range(16)] for wins in won(64, 16)] for _ in range(40)]
+    steps = [steps_to_see(Start.of("frozen_lake", each, []), groups, size) for each in measured]
+    said = round(float(np.mean(steps)))
+    assert np.std(steps) < 0.25 * said
+    means = won(4000 * 2 * said * groups, size).reshape(4000, 2, -1).mean(-1) / size
+    seen = float(np.quantile(np.abs(means[:, 0] - means[:, 1]), 0.95))
+    assert 0.92 * GAIN < seen < 1.05 * GAIN  # no variance is below 0, so it is slightly overestimated
+
+
+def test_what_cannot_be_known_of_a_gain_is_not_said() -> None:
+    always, never = GOOD._replace(pass_1=1.0), GOOD._replace(pass_1=0.0)
+    assert "A gain of" not in advice_text(config(), {"a": always, "frozen_lake": never}, 1, 60.0)
+    told = advice_text(config(), {"frozen_lake": GOOD, "a": never}, 1, 60.0, updated=False)
+    assert "A gain of 5 points" in told and "A step takes 60 s without an update" in told
 
 
 def test_the_entropy_is_that_of_the_tokens() -> None:
@@ -157,9 +186,13 @@ def test_advice_is_given_and_nothing_is_kept(
 
 
 @pytest.mark.thorough
-def test_a_run_begins_with_the_advice(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("rewarded", [True, False])
+def test_a_run_begins_with_the_advice(
+    player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rewarded: bool
+) -> None:
     few = {"every": 2, "episodes": 2, "final_episodes": 2}
-    file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation=few)
+    taught = {} if rewarded else {"distillation": {"teacher": str(player), "reward": False}}
+    file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, evaluation=few, **taught)
     train(file)
     told = "".join(capsys.readouterr())
     assert told.count("Before the first update, on training levels:") == 1 and "frozen_lake, 4 levels: " in told

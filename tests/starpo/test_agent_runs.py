@@ -83,3 +83,15 @@ def test_a_program_that_never_asks_ends_the_run_before_it_trains(tmp_path: Path,
     ):
         train(file)
     assert not list((tmp_path / "run").glob("best-*"))
+
+
+@pytest.mark.parametrize("flags", [[], ["--advise"]])
+def test_programs_that_cannot_play_are_not_waited_for_one_after_the_other(
+    tmp_path: Path, caller: Path, flags: list[str]
+) -> None:
+    file = run_file(tmp_path, caller)
+    told = f"open({str(tmp_path / 'begun')!r}, 'a').write('.')\n"
+    (tmp_path / "agent.py").write_text(f"{told}raise SystemExit(1)")
+    with pytest.raises(UserError, match=r"in every episode of the first 4, .*asked for no answer"):
+        train(file, "evaluation.episodes=64", *flags)
+    assert len((tmp_path / "begun").read_text()) < 12

@@ -22,12 +22,13 @@ from examples import own_advantage, own_loss, own_parser
 from posttrain.config import AlgorithmSection, StarPORun
 from posttrain.config.algorithm import AlgorithmSection as Algorithm
 from posttrain.config.plugins import PARAMETERS, by_path, check_parser
-from posttrain.config.shared import ProtocolSection
+from posttrain.config.shared import EnvSection, ProtocolSection
+from posttrain.rollout import new_episode
 from posttrain.starpo import estimators
 from posttrain.starpo.experience import Batch
 from posttrain.starpo.functions import check_functions
-from posttrain.starpo.run import play_command
-from posttrain.types import UserError
+from posttrain.starpo.run import Crashed, play_command
+from posttrain.types import Trajectory, UserError
 
 ADVANTAGE = "examples.own_advantage:group_relative"
 LOSS = "examples.own_loss:unclipped"
@@ -302,3 +303,10 @@ def test_the_next_command_plays_as_the_run_did(tmp_path: Path) -> None:
     assert (chat.model.name_or_path, chat.protocol) == ("a b/final", run.protocol)
     assert chat.envs[0].model_dump(include=set(env)) == env
     assert (chat.max_completion_length, chat.context) == (run.rollout.max_completion_length, run.rollout.context)
+
+
+def test_a_template_that_fails_in_every_episode_is_what_is_to_be_corrected() -> None:
+    failed = new_episode(EnvSection(name="countdown"), ProtocolSection(system="{{ actions[0] }}"), 0, "train")
+    assert isinstance(failed, Trajectory)
+    told = str(Crashed(EnvSection(name="countdown"), "of 3 steps", failed.crashed))
+    assert "`protocol.system` cannot be filled" in told and told.endswith("Correct that template.")

@@ -312,6 +312,28 @@ def test_a_control_token_of_the_teacher_alone_is_another_tokenizer(player: Path,
         train(file)
 
 
+def test_a_teacher_without_rows_for_all_tokens_is_refused(player: Path, tmp_path: Path) -> None:
+    shutil.copytree(player, tmp_path / "teacher")
+    (tmp_path / "teacher" / "manifest.json").unlink()
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
+    rows = len(AutoTokenizer.from_pretrained(tmp_path / "teacher")) - 1
+    weights.resize_token_embeddings(rows)
+    weights.save_pretrained(tmp_path / "teacher")
+    file = settings(tmp_path / "run.yaml", player, distillation={"teacher": str(tmp_path / "teacher")})
+    with pytest.raises(UserError, match=f"teacher has {rows} rows of embeddings for a tokenizer of {rows + 1} tokens"):
+        train(file)
+
+
+def test_a_broken_teacher_is_refused_by_its_own_key(player: Path, tmp_path: Path) -> None:
+    broken: Any = AutoModelForCausalLM.from_pretrained(player)
+    torch.nn.init.constant_(broken.get_input_embeddings().weight, torch.nan)
+    broken.save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(player).save_pretrained(tmp_path / "teacher")
+    cfg = taught_by(teacher=str(tmp_path / "teacher"))
+    with pytest.raises(UserError, match=r"not finite numbers.*\(distillation\.teacher=\.\.\.\)"):
+        run.load_teacher(cfg)
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -320,7 +342,7 @@ def test_a_control_token_of_the_teacher_alone_is_another_tokenizer(player: Path,
         ({"reward": False, "teacher_coef": 0.0}, "leaves the learning to a teacher"),
         ({"reward": False, "algorithm": {"filter": {"strategy": "top_k"}}}, "every group teaches"),
         ({"reward": False, "algorithm": {"preset": "starpo-s", "filter": {"strategy": "min_p"}}}, "algorithm.filter"),
-        ({"reward": False, "rollout": {"refill": 4}}, "rollout.refill"),
+        ({"reward": False, "rollout": {"refill": 4}}, "write `rollout.refill: 0`"),
         ({"reward": False, "algorithm": {"advantage": "gae"}}, "trains a critic"),
     ],
 )

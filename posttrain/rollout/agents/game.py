@@ -75,7 +75,7 @@ class PendingTurn:
     new: int
     before: int
     seed: int
-    others: list[Asked] = field(default_factory=list[Asked])  # retries of the same request
+    others: list[Asked] = field(default_factory=list[Asked])  # the same request again, after those before it had left
 
     @property
     def wanted(self) -> bool:
@@ -117,9 +117,11 @@ class AgentGame:
         self.branches: list[Branch] = []  # those with an answer, in the order of their last one
         self.over = self.out_of_context = self.out_of_turns = False
         self._places: dict[str, AnswerPlace] = {}  # by the digest of a conversation that ends with an answer
-        self._unclaimed: dict[str, tuple[PendingTurn, Completion]] = {}  # answers that nobody waited for any more
-        self._refused = ""  # why the last request was refused
-        self._answers: dict[str, AgentAnswer] = {}  # the last answer to each request
+        self.refused = ""  # why the last request was refused, if no answer came after it
+        self._unclaimed: dict[str, list[tuple[PendingTurn, Completion]]] = {}  # answers that nobody waited for any more
+        self._answers: dict[
+            str, tuple[AgentAnswer, list[Asked]]
+        ] = {}  # the last to each request, and who waited for it
         self._asked: dict[str, int] = {}  # how often each request has been answered
 
     def begin_turn(self, asked: Asked) -> PendingTurn | None:
@@ -143,8 +145,8 @@ class AgentGame:
                 return self._too_long(asked, f"{characters} characters")
             branch, ids, new, before = self._context(asked)
         except Exception as error:  # a request never ends the run
-            self._refused = str(error) if isinstance(error, UserError) else one_line(error)
-            asked.answer.set_result(Refusal(400, self._refused))
+            self.refused = str(error) if isinstance(error, UserError) else one_line(error)
+            asked.answer.set_result(Refusal(400, self.refused))
             return None
         if len(ids) > self.most_tokens:
             return self._too_long(asked, f"{len(ids)} tokens")
@@ -157,8 +159,8 @@ class AgentGame:
 
     def _too_long(self, asked: Asked, length: str) -> None:
         self.out_of_context = True
-        self._refused = f"The prompt has {length}, and a prompt of this run has at most {self.most_tokens:g} tokens."
-        asked.answer.set_result(Refusal(400, self._refused, TOO_LONG))
+        self.refused = f"The prompt has {length}, and a prompt of this run has at most {self.most_tokens:g} tokens."
+        asked.answer.set_result(Refusal(400, self.refused, TOO_LONG))
 
     def held_requests(self) -> list[Asked]:
         """Return the requests that waited for those before them, which may take all turns that are left."""
@@ -179,7 +181,7 @@ class AgentGame:
         if self.over:
             return False
         if not turn.wanted:
-            self._unclaimed[turn.asked.digest] = turn, completion
+            self._unclaimed.setdefault(turn.asked.digest, []).append((turn, completion))
             return False
         self._record(turn, completion)
         return turn.ends_with(completion)
@@ -197,7 +199,7 @@ class AgentGame:
         trajectory.state_keys.append(asked.digests[-1])
         trajectory.versions.append(kept.version)
         trajectory.unfinished_turns += cut and turn.ends_with(completion)  # not by the program's own limit
-        self.out_of_context = False
+        self.out_of_context, self.refused = False, ""
         trajectory.actions.append(text)
         answer = self._answer(asked, text, cut, len(turn.ids), len(kept.ids))
         message = plain_message(answer.message)
@@ -207,7 +209,7 @@ class AgentGame:
         self._places[following(asked.digests[-1], message)] = AnswerPlace(
             branch, len(branch.segment.ids), kept.finished
         )
-        self._answers[asked.digest] = answer
+        self._answers[asked.digest] = answer, [asked, *turn.others]
         self._asked[asked.digest] = self._asked.get(asked.digest, 0) + 1
         for each in (asked, *turn.others):
             each.answer.set_result(answer)
@@ -226,10 +228,11 @@ class AgentGame:
         trajectory.terminated = not trajectory.truncated
         if last is None:
             reason = ended.problem or "it ended with exit code 0"
-            asked = f"a request was refused ({self._refused})" if self._refused else "the model was asked for no answer"
+            asked = f"a request was refused ({self.refused})" if self.refused else "the model was asked for no answer"
             trajectory.crashed = f"{PROGRAM_CRASHED}: {asked}, and {reason}"
         elif ended.problem and not trajectory.truncated:
-            trajectory.crashed = f"{PROGRAM_CRASHED}: {ended.problem}"
+            refused = f"a request was refused ({self.refused}), and " if self.refused else ""
+            trajectory.crashed = f"{PROGRAM_CRASHED}: {refused}{ended.problem}"
         else:
             prompt, said = last.messages[: last.prompt], last.messages[last.prompt :]
             # whether a program that is stopped ends by itself before is chance
@@ -259,24 +262,31 @@ class AgentGame:
         return Branch(), ids, len(ids), known
 
     def repeats(self, asked: Asked) -> bool:
-        """Give a repeated request its former answer, or the one that is being written; return whether it got one."""
-        if not asked.retry:
-            return False
+        """Give a request the answer to an equal one that was left without it; return whether it needs no other.
+
+        That answer may still be being written. An equal request that got its answer wanted another sample.
+        """
+        if asked.left:
+            return True
         for turn in self.pending:
-            if turn.asked.digest == asked.digest:
+            if turn.asked.digest == asked.digest and not turn.wanted:
                 turn.others.append(asked)
                 return True
-        if asked.digest in self._unclaimed and not self.over and self.trajectory.turns < self.most_turns:
-            turn, completion = self._unclaimed.pop(asked.digest)
+        if self._unclaimed.get(asked.digest) and not self.over and self.trajectory.turns < self.most_turns:
+            turn, completion = self._unclaimed[asked.digest].pop(0)
             segment = turn.branch.segment
             if not turn.branch.busy and (segment is None or len(segment.ids) == len(turn.ids) - turn.new):
                 turn.asked, turn.others = asked, []
                 self._record(turn, completion)
                 return True
-        if asked.digest in self._answers:
-            asked.answer.set_result(self._answers[asked.digest])
-            return True
-        return False
+        if asked.digest not in self._answers:
+            return False
+        answer, waited = self._answers[asked.digest]
+        if not all(each.left for each in waited):
+            return False
+        waited.append(asked)
+        asked.answer.set_result(answer)
+        return True
 
     def _answer(self, asked: Asked, text: str, cut: bool, prompt_tokens: int, tokens: int) -> AgentAnswer:
         said = self.chat.read_calls(text) if asked.tools else Said(text, [])

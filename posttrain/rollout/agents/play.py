@@ -46,15 +46,15 @@ class Programs:
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._keys: dict[AgentGame, tuple[AgentServer, str]] = {}  # of those whose program runs
         self._waiting: list[PendingTurn] = []  # for a place
+        self._games: list[AgentGame] = []  # that have not been started yet, the next one last
         self._writing: dict[int, PendingTurn] = {}  # by the handle of their conversation
         self._idle: dict[int, PendingTurn] = {}  # the last turns of open conversations, the oldest first
 
     def play(self, games: list[AgentGame]) -> None:
-        waiting = games[::-1]
+        self._games = games[::-1]
         try:
-            while waiting or self._keys:
-                while waiting and len(self._keys) < min(self._slots, waiting[-1].agent.parallel):
-                    self._start(waiting.pop())
+            self._start_next()
+            while self._keys:
                 if requests := self._requests(self._wait()):
                     self._sampler.converse(requests, self._params, self._then)
         finally:
@@ -63,6 +63,10 @@ class Programs:
                 program.stop()
             for program in running:
                 program.join(2 * GRACE)
+
+    def _start_next(self) -> None:
+        while self._games and len(self._keys) < min(self._slots, self._games[-1].agent.parallel):
+            self._start(self._games.pop())
 
     def _start(self, game: AgentGame) -> None:
         server = server_of(os.getpid())
@@ -154,3 +158,4 @@ class Programs:
         for handle in [handle for handle, turn in self._idle.items() if turn.game is game]:
             self._close(handle)
         self._ended(game.trajectory)
+        self._start_next()

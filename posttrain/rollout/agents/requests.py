@@ -55,15 +55,14 @@ class Asked:
     """One request.
 
     digests: of its tools and first k messages, for each k from 0 on. stops: texts before which the answer ends.
-    max_tokens: of the answer; None where the run alone limits it. retry: the client has sent it before.
-    answer: is set when it is known. left: the client does not wait any more.
+    max_tokens: of the answer; None where the run alone limits it. answer: is set when it is known.
+    left: the client stopped waiting before it had the answer.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]]
     stops: Sequence[str] = ()
     max_tokens: int | None = None
-    retry: bool = False
     answer: Future[AgentAnswer | Refusal] = field(default_factory=lambda: Future[AgentAnswer | Refusal]())
     left: bool = False
 
@@ -94,7 +93,7 @@ def following(digest: str, more: Any) -> str:
     return hashlib.blake2b(f"{digest}\x1f{written}".encode(), digest_size=16).hexdigest()
 
 
-def read_request(raw: bytes, retry: bool) -> Asked:
+def read_request(raw: bytes) -> Asked:
     """Return the request in a body; UserError where the model cannot answer it."""
     try:
         body = parse_object("The request", raw)
@@ -111,7 +110,7 @@ def read_request(raw: bytes, retry: bool) -> Asked:
     tools = tools_asked(body)
     limits = [body.get("max_completion_tokens"), body.get("max_tokens")]
     most = min((limit for limit in limits if limit is not None), default=None)
-    return Asked(messages, tools, body["stop"] or [], most, retry)
+    return Asked(messages, tools, body["stop"] or [], most)
 
 
 def plain_message(given: dict[str, Any]) -> Message:

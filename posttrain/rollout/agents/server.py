@@ -18,6 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from envs.guard import OwnPagesOnly, WholeRequests, header, hung_up, openai_error, patient_protocol
+from envs.prompts.agents import MOST_PARALLEL
 from posttrain.rollout.agents.game import AgentGame
 from posttrain.rollout.agents.requests import AgentAnswer, Asked, Refusal, read_request
 from posttrain.types import UserError
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from fastapi.responses import Response
 
 MOST_BYTES = 8 << 20  # of a request
-MOST_CONNECTIONS = 512  # at the same time
+MOST_CONNECTIONS = 2 * MOST_PARALLEL  # at the same time
 MODEL = "policy"  # the name of the model; requests may write any
-RETRIES = "x-stainless-retry-count"  # a header of the openai client
 
 Ask = Callable[[AgentGame, Asked], None]
 
@@ -102,9 +102,10 @@ class AgentServer:
         game, ask = self._games[key]
         raw, loop = await request.body(), asyncio.get_running_loop()
         try:
-            asked = await loop.run_in_executor(None, read_request, raw, request.headers.get(RETRIES, "0") != "0")
+            asked = await loop.run_in_executor(None, read_request, raw)
         except UserError as error:
-            return refusal(Refusal(400, str(error)))
+            game.refused = str(error)
+            return refusal(Refusal(400, game.refused))
         known = asyncio.Event()
         asked.answer.add_done_callback(lambda _: loop.call_soon_threadsafe(known.set))
         clock = game.program.clock if game.program else None
@@ -114,10 +115,10 @@ class AgentServer:
             ask(game, asked)
             answering, leaving = asyncio.ensure_future(known.wait()), asyncio.ensure_future(hung_up(request))
             await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+            asked.left = leaving.done()
             answering.cancel()
             leaving.cancel()
-            if not asked.answer.done():
-                asked.left = True
+            if asked.left:
                 return Response(status_code=499)  # nobody reads it
         finally:
             if clock:
