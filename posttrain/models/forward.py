@@ -238,9 +238,7 @@ def reverse_kl(
 
     learns = weights_S is not None
     gradient_SD = _gradient(model, hidden_SD, teacher, teacher_SD, of_tile, learns, temperature=temperature)
-    if gradient_SD is None:
-        return kl_S, hidden_SD.new_zeros(())
-    return kl_S, (hidden_SD * gradient_SD).sum()
+    return kl_S, hidden_SD.new_zeros(()) if gradient_SD is None else (hidden_SD * gradient_SD).sum()
 
 
 def _gradient(
@@ -264,13 +262,11 @@ def _gradient(
     tokens = max(1, KL_TILE.get(hidden_SD.device.type, KL_TILE["cuda"]) // len(layer.weight))
     with without_adapter, torch.no_grad():  # where rows of the layer are trained, its weights are computed on access
         frozen = _OutputLayer.of(teacher.get_output_embeddings(), hidden_SD.device.type)
-    if not layer.weight.requires_grad:
-        layer = _OutputLayer.of(layer, hidden_SD.device.type)
+    layer = layer if layer.weight.requires_grad else _OutputLayer.of(layer, hidden_SD.device.type)
     columns = min(len(layer.weight), len(frozen.weight))
 
     def log_probs(net: PreTrainedModel, its_layer: Any, states_CD: torch.Tensor) -> torch.Tensor:
-        logits_CV = _logits(net, its_layer, states_CD)
-        logits_CV = logits_CV if len(its_layer.weight) == columns else logits_CV[:, :columns]
+        logits_CV = _logits(net, its_layer, states_CD)[:, :columns]
         return (logits_CV if temperature == 1.0 else logits_CV / temperature).log_softmax(-1)
 
     gradient_SD = torch.zeros_like(hidden_SD) if learns else None
@@ -296,10 +292,9 @@ class _OutputLayer(NamedTuple):
     @classmethod
     def of(cls, layer: Any, kind: str) -> _OutputLayer:
         """Return what a layer multiplies with on a kind of device, as autocast would convert it for each product."""
-        weight: torch.Tensor = layer.weight.detach()
-        if torch.is_autocast_enabled(kind) and weight.dtype == torch.float32:
-            weight = weight.to(torch.get_autocast_dtype(kind))
-        return cls(weight, layer.bias)
+        lower = torch.is_autocast_enabled(kind) and layer.weight.dtype == torch.float32
+        dtype = torch.get_autocast_dtype(kind) if lower else layer.weight.dtype
+        return cls(layer.weight.detach().to(dtype), layer.bias)
 
 
 def _logits(model: PreTrainedModel, layer: Any, hidden_SD: torch.Tensor) -> torch.Tensor:

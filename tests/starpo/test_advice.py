@@ -204,3 +204,20 @@ def test_reward_functions_know_the_step_that_answers_are_for() -> None:
     made: list[Any] = [episode.env for episode in episodes if not isinstance(episode, Trajectory)]
     states = {env.trainer_state for env in made}
     assert states == {(2, cfg.trainer.max_steps)}
+
+
+def test_the_limits_of_advice_are_those_of_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    section = text.partition("## Advice")[2].partition("\n## ")[0]
+    for row, limit in {
+        "answers are cut off": advice.CUT_OFF,
+        "turns are invalid": advice.UNREADABLE,
+        "pass@1 above": advice.SATURATED,
+        "pass@16 below": advice.HOPELESS,
+        "rewards differ": advice.FEW,
+    }.items():
+        (line,) = [line for line in section.splitlines() if line.startswith("| ") and row in line.split(" | ")[0]]
+        assert f"{limit:.0%}".replace("%", " %") in line.split(" | ")[0]
+    assert f"below {advice.COLD:.1f}".replace("0.", ".") in section
+    assert f"above {advice.FASTEST['full']:.0e}".replace("e-0", "e-") in section and "LoRA: 2e-4" in section
+    assert advice.FASTEST["lora"] == 2e-4 and f"plays {advice.ANSWERS} episodes of each of {advice.LEVELS}" in section
