@@ -144,7 +144,9 @@ def outcome(env: TextEnv, protocol: Protocol, past: Past) -> str:
     """Return what came of a turn, in sentences; empty where there is nothing to say."""
     said = []
     if not past.well_formed:
-        said.append(f"That was not a valid answer. {answer_format(env, protocol)}")
+        # the bare form: small models that read all of the instructions again repeat their answer
+        form = format_response("...", ["..."] * min(2, actions_per_turn(env, protocol)), protocol)
+        said.append(f"That was not a valid answer. Use the form {form}.")
     elif past.invalid:
         names = ", ".join(f'"{" ".join(name.split())[:LONGEST_NAME]}"' for name in past.invalid[:3])
         said.append(f"{names} is not one of the actions. The actions are {listed(env.actions or ())}.")

@@ -125,8 +125,7 @@ def test_user_turns_are_sentences_about_reward_state_and_what_is_left():
     grid = "_ _ _ _\nP _ _ _\n_ _ _ _\n_ _ O G"
     assert episode.step(say("Down")).user == f"{grid}\n\n{left.format(7)}"
     assert episode.step("what?").user == (
-        "That was not a valid answer. In each turn, first think step by step and write your reasoning between <think>"
-        " and </think>. Then write the one action that you choose between <answer> and </answer>."
+        "That was not a valid answer. Use the form <think>...</think><answer>...</answer>."
         f"\n\n{grid}\n\n{left.format(6)}"
     )
     assert (
@@ -163,7 +162,8 @@ def test_a_summary_tells_the_last_turns_and_the_state():
     episode.step("what?")
     episode.step(say("fly", "Right"))
     told = episode.summary(1)
-    assert told.startswith(f"Turn 2:\n{start}\nThat was not a valid answer. In each turn, first think")
+    form = "<think>...</think><answer>... || ...</answer>"
+    assert told.startswith(f"Turn 2:\n{start}\nThat was not a valid answer. Use the form {form}.")
     assert told.endswith(
         f'\n\nTurn 3:\n{start}\nYour answer was: Right. "fly" is not one of the actions. The actions are Left, Down,'
         " Right and Up.\n\nTurn 4:\n_ P _ _\n_ _ _ _\n_ _ _ _\n_ _ O G\n\nYou have 1 turn left. What do you do?"

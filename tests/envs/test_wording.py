@@ -51,7 +51,8 @@ def test_an_episode_in_sentences_says_what_happened_and_what_is_left(name: str) 
     assert episode.messages[1]["content"].startswith(episode.observation)
     assert f"You have {turns} turns left." in episode.messages[1]["content"]
     said = episode.step("I do not know.").user or ""
-    assert said.startswith("That was not a valid answer. In each turn, first think") and episode.observation in said
+    assert said.startswith("That was not a valid answer. Use the form <think>...</think><answer>...")
+    assert episode.observation in said
     if env.actions is not None:
         said = episode.step("<think>so</think><answer>Fly to\nthe <moon></answer>").user or ""
         assert said.startswith('"Fly to the <moon>" is not one of the actions. The actions are ')
