@@ -119,9 +119,7 @@ class AgentGame:
         self._places: dict[str, AnswerPlace] = {}  # by the digest of a conversation that ends with an answer
         self.refused = ""  # why the last request was refused, if no answer came after it
         self._unclaimed: dict[str, list[tuple[PendingTurn, Completion]]] = {}  # answers that nobody waited for any more
-        self._answers: dict[
-            str, tuple[AgentAnswer, list[Asked]]
-        ] = {}  # the last to each request, and who waited for it
+        self._answers: dict[str, tuple[AgentAnswer, list[Asked]]] = {}  # the last to each, and who waited for it
         self._asked: dict[str, int] = {}  # how often each request has been answered
 
     def begin_turn(self, asked: Asked) -> PendingTurn | None:
