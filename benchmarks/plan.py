@@ -3,7 +3,9 @@
     python benchmarks/plan.py results [--json FILE]     # beside the results of this folder's other benchmarks
     python benchmarks/plan.py published                 # beside figures of papers, issues and documentation
     python benchmarks/plan.py runs runs/quickstart/phase3 [--device cpu]   # beside the seconds in runs' metrics.jsonl
-No factor is fitted to any of these; where a prediction is off, the table says why.
+But for the cost of a launch and of a kernel of a graph, which an H100 has shown, no factor is fitted to any of these.
+Where a prediction is off, the table says why. Micro-batches without deterministic algorithms, which training always
+uses, are left out.
 """
 
 from __future__ import annotations

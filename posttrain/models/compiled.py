@@ -6,6 +6,7 @@ Each layer is compiled by itself, and layers of one class share the result, so t
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from posttrain.types import one_line
 # Forms of a layer that may be compiled: one row or several, with gradients or without, training or evaluation, with an
 # adapter or without, for each kind of attention. torch gives up after 8.
 FORMS = 64
-COMPILERS = ("torch._dynamo", "torch._inductor")  # where errors of compilation are defined
+COMPILERS = ("torch._dynamo", "torch._inductor", "triton")  # where errors of compilation are defined
 COMPILED = "layer_is_compiled"  # an attribute of classes of compiled layers
 
 
@@ -38,6 +39,8 @@ def compile_layers(model: Any, *, deterministic: bool = False, backend: str = "i
     """
     if hasattr(settings, "recompile_limit"):
         settings.recompile_limit = FORMS
+    # A backward pass that cannot be compiled fails in the forward pass, which can go on without, not in `backward()`.
+    importlib.import_module("torch._functorch.config").force_non_lazy_backward_lowering = True
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and not hasattr(layer, COMPILED):
             layer.__class__ = _compiled(type(layer), deterministic, backend)

@@ -32,7 +32,7 @@ from posttrain.plan.parts import (
     sentence_of_parts,
 )
 from posttrain.plan.shape import Shape
-from posttrain.rollout import most_turns
+from posttrain.rollout import most_turns, whole_rows
 from posttrain.runtime import launcher, parallel
 from posttrain.types import UserError
 
@@ -99,6 +99,7 @@ def replaying(shape: Shape, cfg: StarPORun, slots: int, cuda: bool) -> Parts:
     """
     if not cuda or cfg.rollout.cuda_graphs is False or cfg.rollout.engine not in ("auto", "slots"):
         return {}
+    slots = whole_rows(slots)
     whole = playing(shape, cfg, slots)
     kept = {name: whole[name] for name in ("KV cache", "fused weights", "bfloat16 weights")}
     return kept | {"CUDA graphs": slots * shape.vocabulary * parts.SAMPLING}
@@ -235,6 +236,8 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
         UserError: a number has to be chosen, and the smallest does not fit.
     """
     if cfg.rollout.cuda_graphs is None:
+        if place.shards > 1:  # each rollout gathers weights at new addresses, and would record all graphs again
+            return choose(shape, with_graphs(cfg, False), place)
         try:
             return choose(shape, with_graphs(cfg, True), place)
         except UserError:  # they keep memory during updates

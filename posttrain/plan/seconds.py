@@ -1,6 +1,7 @@
 """How many seconds does an iteration take, and how many hours a run?  A roofline model of bytes and FLOPs.
 
-The factors below are the same for every model and device. They were not fitted to the figures that test the plan.
+The factors below are the same for every model and device. What a launch and a kernel of a graph cost on a GPU was
+measured on an H100; the other factors were not fitted to the figures that test the plan.
 """
 
 from __future__ import annotations

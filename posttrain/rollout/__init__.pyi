@@ -1,6 +1,7 @@
 from .agents.game import PROGRAM_CRASHED as PROGRAM_CRASHED
 from .engine import why_unfit as why_unfit
 from .engines.base import Histories as Histories, Sampler as Sampler, Then as Then, TurnRequest as TurnRequest
+from .engines.graphs import whole_rows as whole_rows
 from .engines.remote import LOOK as LOOK, RemoteSampler as RemoteSampler
 from .engines.replay import ReplaySampler as ReplaySampler
 from .engines.sampling import sample_tokens as sample_tokens, uniforms as uniforms

@@ -138,6 +138,8 @@ def _can_copy(model: PreTrainedModel) -> bool:
 def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine) -> float:
     """Sample two turns in three conversations; return the largest difference from a full forward pass, in nats."""
     sampler = engine(model, stop_ids, pad_id)
+    if isinstance(sampler, GraphSampler):
+        sampler.strict = True
     plain = [token for token in range(text_config(model).vocab_size) if token not in set(stop_ids)][:64]
     rows = [plain[:5], plain[3:15], plain[:5]]
     handles = sampler.open(rows)

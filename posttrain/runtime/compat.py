@@ -4,7 +4,7 @@ CHECKED names the versions. test_compat.py fails as soon as something here no lo
 changed) and as soon as the library does the same itself. Each docstring ends with the condition for deleting it
 ("Until ..."). Not here: TRL's trainers (finetune/trl_trainers.py), reading TRL's dataclasses without
 importing them (config/trl_fields.py) and importing transformers' chat templates alone
-(models/template_limits.py), which must load without torch; vLLM's engine (rollout/engines/);
+(models/template_limits.py), which must load without torch; vLLM's engine, a failed capture (rollout/engines/);
 what only envs/ needs, which imports no posttrain: gym-sokoban's room generator (envs/sokoban/rooms.py) and OpenEnv's
 socket (envs/adapters/openenv_client.py).
 """

@@ -34,6 +34,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     defaults = {
         "gradient_checkpointing": False,
         "dataloader_pin_memory": device.type == "cuda",
+        "accelerator_config": {"non_blocking": device.type == "cuda"},  # or each copy of a batch waits for the GPU
         "save_total_limit": 2,
         "logging_first_step": True,
         "ddp_find_unused_parameters": False,

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from model_families import SIZES
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -148,6 +150,23 @@ def test_where_compilation_fails_the_layers_run_as_they_are(capsys: pytest.Captu
     compile_layers(net, backend=broken)  # type: ignore[arg-type]
     assert equal(gradients(plain), gradients(net))
     gradients(net)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("LlamaDecoderLayer is not compiled") == 1
+    assert "no such kernel" in said.out + said.err
+
+
+def test_where_the_backward_pass_cannot_be_compiled_the_layers_run_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def as_it_is(graph: Any, inputs: Any) -> Callable[..., Any]:
+        return make_boxed_func(graph.forward)
+
+    def broken(graph: Any, inputs: Any) -> Callable[..., Any]:
+        raise RuntimeError("no such kernel")
+
+    plain, net = model_of("llama"), model_of("llama")
+    compile_layers(net, backend=aot_autograd(fw_compiler=as_it_is, bw_compiler=broken))
+    assert equal(gradients(plain), gradients(net))
     said = capsys.readouterr()
     assert (said.out + said.err).count("LlamaDecoderLayer is not compiled") == 1
     assert "no such kernel" in said.out + said.err

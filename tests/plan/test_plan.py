@@ -366,11 +366,16 @@ def test_what_graphs_hold_stays_beside_an_update() -> None:
         assert without.parts["playing"][name] > 0 and name not in without.parts["always"]
     assert "CUDA graphs" in with_graphs.parts["always"] and "CUDA graphs" not in without.parts["always"]
     assert with_graphs.peak <= 16 * GIB and with_graphs.slots <= without.slots
-    for place in (Place(11 * GIB), Place(16 * GIB, cuda=False)):
+    # under FSDP2 each rollout gathers the weights at other addresses
+    for place in (Place(11 * GIB), Place(16 * GIB, cuda=False), Place(80 * GIB, processes=2, sharded=True)):
         chosen = plan.choose(SHAPE, config(trainer={"bf16": True}), place)
         assert not chosen.cuda_graphs and "KV cache" in chosen.parts["playing"]
     with pytest.raises(UserError, match=r"helps: rollout\.cuda_graphs=false"):
         plan.choose(SHAPE, config(rollout={"cuda_graphs": True}, trainer={"bf16": True}), Place(11 * GIB))
+    kept = [
+        plan.choose(SHAPE, config(rollout={"slots": slots}), Place(80 * GIB)).parts["always"] for slots in (100, 112)
+    ]
+    assert kept[0]["KV cache"] == kept[1]["KV cache"], "a step for 100 rows has 112"
 
 
 def test_activations_are_recomputed_where_memory_asks() -> None:

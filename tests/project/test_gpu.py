@@ -31,6 +31,7 @@ from posttrain.models import row_attention
 from posttrain.models.forward import head_logprobs, trained_states
 from posttrain.plan.episodes import learning
 from posttrain.plan.selftest import can_be_deterministic
+from posttrain.rollout.engine import open_engine
 from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.runtime import hardware
@@ -74,6 +75,23 @@ def test_graphs_give_the_same_tokens_and_are_recorded_once(kind: str, temperatur
             for weight in model.parameters():
                 weight.mul_(1.1)
     assert 0 < recorded[0] == recorded[1] and recorded[3] <= 2 * 3, "a graph for each number of rows and cache"
+
+
+def test_a_step_that_waits_for_the_gpu_is_launched_and_harms_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A capture that fails leaves stream and allocator as they were; the self-test finds out before a run begins."""
+    model = build("llama").cuda()
+    model.model.layers[0].register_forward_hook(lambda module, args, out: bool(out[0].sum() > 0) and None)
+    stream, params = torch.cuda.current_stream(), SamplingParams(max_new_tokens=12)
+    expected, _ = conversation(SlotSampler(model, STOPS, PAD), params)
+    sampler = GraphSampler(model, STOPS, PAD, LONGEST)
+    assert conversation(sampler, params)[0] == expected and sampler.recorded == 0
+    line = capsys.readouterr().err
+    assert "cannot be recorded" in line and "captur" in line and "previous error" not in line
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    model(input_ids=torch.tensor([[3, 4, 5]], device="cuda")).logits.sum().backward()
+    with pytest.warns(UserWarning, match="decoded without CUDA graphs"):
+        assert type(open_engine(model, STOPS, PAD)) is SlotSampler
 
 
 @pytest.mark.parametrize("engine", [SlotSampler, GraphSampler])

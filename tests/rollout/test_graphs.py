@@ -9,7 +9,10 @@ from a border as rounding moves it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +239,85 @@ def test_a_step_that_cannot_be_recorded_is_said_in_a_line_and_launched(capsys: p
     assert "without CUDA graphs: a step of Qwen3ForCausalLM cannot be recorded (RuntimeError: operation not" in lines[0]
 
 
+class Cuda:
+    """What a recorder asks of torch.cuda, as a driver answers: an error in a step spoils the end of the capture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.streams, self.pools, self.left, self.wrong = ["default"], list[Any](), list[Any](), ""
+        cuda = self
+
+        class Graph:
+            def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+                cuda.pools.append(pool)
+
+            def capture_end(self) -> None:
+                if cuda.wrong:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+
+            def replay(self) -> None: ...
+
+        @contextmanager
+        def stream(which: Any) -> Iterator[None]:
+            self.streams.append(which)
+            try:
+                yield
+            finally:
+                self.streams.pop()
+
+        handles = count(1)
+        for name, replaced in {
+            "CUDAGraph": Graph, "stream": stream, "Stream": lambda: SimpleNamespace(device_index=0),
+            "graph_pool_handle": lambda: next(handles), "synchronize": lambda: None, "empty_cache": lambda: None,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, replaced)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: self.left.append(args), raising=False)
+
+    def step(self) -> None:
+        assert self.streams[-1] != "default"
+        if self.wrong:
+            raise RuntimeError(self.wrong)
+
+
+def test_a_failed_capture_says_its_cause_and_leaves_stream_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    recorder = graphs.CudaRecorder()
+    kept = recorder.record(cuda.step)
+    cuda.wrong = "operation not permitted when stream is capturing"
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        recorder.record(cuda.step)
+    assert cuda.streams == ["default"] and cuda.left == [(0, cuda.pools[-1])]
+    with pytest.raises(RuntimeError, match="due to a previous error"):  # where nothing but the end fails
+        recorder.record(lambda: None)
+    assert cuda.streams == ["default"] and len(cuda.left) == 2
+    kept()
+
+
+def test_graphs_share_a_pool_while_one_of_them_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    recorder = graphs.CudaRecorder()
+    replays = [recorder.record(cuda.step) for _ in range(3)]
+    assert len(set(cuda.pools)) == 1
+    replays.clear()
+    replays.append(recorder.record(cuda.step))
+    assert cuda.pools[-1] != cuda.pools[0], "torch does not take up a pool that no graph uses"
+
+
+def test_a_step_has_the_same_rows_whatever_was_played_before() -> None:
+    """Another number of rows may be rounded in another way, and a resumed run has played less."""
+    model, params, rows = one_layer(Qwen3ForCausalLM), SamplingParams(max_new_tokens=14), [PROMPTS[0]] * 5
+    seen = []
+    for before in (0, 11):
+        sampler = replaying(model)
+        if before:
+            serve(sampler, params, before, [PROMPTS[0]] * before, [1] * before)
+        for static in sampler._static.values():
+            static.graphs.clear()
+        serve(sampler, params, 5, rows, [2] * 5)
+        seen.append({count for count, _ in sizes(sampler)})
+    assert seen[0] == seen[1]
+    assert [graphs.whole_rows(count) for count in (1, 5, 16, 17, 31, 100)] == [2, 6, 16, 20, 32, 112]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "convgpt", "convgpt-tied"])
 def test_each_row_is_read_up_to_its_own_length(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     calls: list[int] = []
@@ -290,8 +372,12 @@ def test_graphs_are_used_on_a_gpu_where_their_self_test_passes(monkeypatch: pyte
 def test_the_self_test_takes_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = ListRecorder()
     monkeypatch.setattr(graphs, "CudaRecorder", lambda: recorder)
-    assert engines.why_unfit(one_layer(Qwen3ForCausalLM), [STOP], PAD, GraphSampler) is None
+    model = one_layer(Qwen3ForCausalLM)
+    assert engines.why_unfit(model, [STOP], PAD, GraphSampler) is None
     assert recorder.steps > 0
+    monkeypatch.setattr(graphs, "CudaRecorder", Refusing)
+    wrong = engines.why_unfit(model, [STOP], PAD, GraphSampler)
+    assert wrong is not None and "a step of Qwen3ForCausalLM cannot be recorded (RuntimeError: operation not" in wrong
 
 
 @pytest.mark.thorough

@@ -66,9 +66,10 @@ SMALL: dict[str, Any] = dict(
 # in other files: envs/adapters/trl.py looks into its own environment (public methods are tools there), and OpenEnv's
 # client is no matter of compat.py, since envs/ imports no posttrain
 # and what a copy of posttrain/models/convgpt.py, beside the weights, cannot import from compat
-# and gradio's queue, which only the chat in the browser has
+# and gradio's queue, which only the chat in the browser has, and the allocator's pool, which only a failed capture leaves
 EXCEPTIONS = (
     "game._episode", "getattr(client, '_ws', None)", "self.config._attn_implementation", "page._queue",
+    "torch._C", "torch._C._cuda_endAllocateToPool",
 )  # fmt: skip
 # of our own classes, of the standard library, and what transformers asks a model's class for
 NOT_PRIVATE = {"_asdict", "_fields", "_make", "_replace", "_exit", "_init_weights", "_option_string_actions"}

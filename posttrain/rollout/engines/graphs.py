@@ -3,7 +3,7 @@
 A GPU takes less time for a decoding step of a small model than Python needs to launch its kernels; a CUDA graph
 launches them all at once. A graph holds addresses. So the cache has its full length from the start, and it, the rows
 and the copies of weights stay where they are from rollout to rollout. A graph is recorded once in a run for each
-number of rows (eighths of the slots) and of positions (multiples of 256), and each kind of sampling. All use one memory
+number of rows (see `whole_rows`) and of positions (multiples of 256), and each kind of sampling. All use one memory
 pool: one runs at a time, and what a step leaves behind is in tensors outside of it.
 
 Shapes: B rows of a step, S slots.
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -29,7 +30,6 @@ from posttrain.runtime import runlog
 from posttrain.types import SamplingParams, one_line
 
 FEWEST_ROWS = 8
-WIDTHS = 8  # numbers of rows that have graphs, up to all slots
 FEWEST_TOKENS = 64  # that a row has room for; more are powers of two
 POSITIONS = 256  # a step reads a multiple of it
 MOST_KINDS = 8  # of sampling parameters that have graphs
@@ -47,16 +47,54 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool."""
+    """Records CUDA graphs that share one memory pool, on a stream of their own."""
 
     def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()  # that use the pool
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Step) -> Step:
+        """Record a step as `torch.cuda.graph` does; when it fails, go back to the stream from before and raise why.
+
+        `torch.cuda.graph` stays on its stream then, with the allocator in its pool, and raises a consequence.
+        """
+        if not self._graphs:  # a pool cannot be used again when all graphs in it are gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            step()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the pool cannot use what is cached outside of it
+        with torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    step()
+                finally:
+                    graph.capture_end()  # fails, too, after an error in the step
+            except Exception as error:
+                _leave_pool(self._stream.device_index, self._pool)
+                raise (error.__context__ or error) from None
+        self._graphs.add(graph)
         return graph.replay
+
+
+def _leave_pool(device: int, pool: tuple[int, int]) -> None:
+    """Let the allocator leave the pool of a capture that has failed.
+
+    torch does not where the capture cannot be ended (pytorch/pytorch#180395): from then on it frees no cached memory.
+    Until the oldest torch allowed does it.
+    """
+    with suppress(RuntimeError):  # it has left
+        torch._C._cuda_endAllocateToPool(device, pool)  # pyright: ignore[reportPrivateUsage]
+
+
+def whole_rows(count: int) -> int:
+    """Return how many rows a step for so many has: a multiple of an eighth of the next power of two.
+
+    It depends on nothing else, so that a resumed run rounds as one without a break.
+    """
+    unit = max(FEWEST_ROWS, (1 << (count - 1).bit_length()) // 8)
+    return -(-count // unit) * unit
 
 
 class _LateCounts:
@@ -98,7 +136,8 @@ class _Static:
 class GraphSampler(SlotSampler):
     """The slot engine with replayed steps. Its operations are the same; more rows and positions may take part.
 
-    Where a step cannot be recorded, a line says why, and steps are launched as the slot engine does.
+    Where a step cannot be recorded, a line says why, and steps are launched as the slot engine does; with `strict`,
+    that raises ValueError.
 
     Args:
         recorder: records CUDA graphs unless another one is given.
@@ -123,6 +162,7 @@ class GraphSampler(SlotSampler):
         self._now: _Static | None = None
         self._seen: tuple[object, ...] = ()  # what recorded steps depend on, and rollouts may change
         self.recorded = 0  # graphs, in all rollouts
+        self.strict = False
 
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         before, start = self.recorded, time.perf_counter()
@@ -172,8 +212,9 @@ class GraphSampler(SlotSampler):
     def reserve(self, length: int) -> None:
         before = self._sizes()
         super().reserve(max(length, self.longest or 0))
-        if self._by_length:
-            for layer in self._layers:
+        for layer in self._layers:
+            layer.slots = whole_rows(layer.slots)
+            if self._by_length:
                 layer.length = -(-layer.length // POSITIONS) * POSITIONS
         if self._sizes() != before:  # the cache moves at its next use
             for each in self._static.values():
@@ -188,9 +229,7 @@ class GraphSampler(SlotSampler):
         return self._layers[0].slots, self._layers[0].length
 
     def _width(self, writing: Writing) -> int:
-        slots = self._sizes()[0]
-        step = max(FEWEST_ROWS, slots // WIDTHS)
-        return min(-(-writing.width // step) * step, slots)
+        return whole_rows(writing.width)
 
     def _decode(self, writing: Writing, done_B: torch.Tensor, visible: int, enough: float) -> torch.Tensor:
         static = self._now
@@ -229,10 +268,10 @@ class GraphSampler(SlotSampler):
             self.recorded += 1
         except Exception as error:  # of the model's own code, of a library, of the driver
             self._recorder = None
-            runlog.say(
-                f"Decoding goes on without CUDA graphs: a step of {type(self.model).__name__} cannot be recorded"
-                f" ({one_line(error)})."
-            )
+            why = f"a step of {type(self.model).__name__} cannot be recorded ({one_line(error)})"
+            if self.strict:
+                raise ValueError(why) from error
+            runlog.say(f"Decoding goes on without CUDA graphs: {why}.")
 
     def _static_step(self, static: _Static, rows: int, end: int) -> None:
         done_B, model = static.done_S[:rows], self.model
