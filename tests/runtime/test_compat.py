@@ -66,7 +66,7 @@ SMALL: dict[str, Any] = dict(
 # in other files: envs/adapters/trl.py looks into its own environment (public methods are tools there), and OpenEnv's
 # client is no matter of compat.py, since envs/ imports no posttrain
 # and what a copy of posttrain/models/convgpt.py, beside the weights, cannot import from compat
-# and gradio's queue, which only the chat in the browser has, and the allocator's pool, which only a failed capture leaves
+# and gradio's queue, which only the chat in the browser has, and the pool that only a failed capture leaves
 EXCEPTIONS = (
     "game._episode", "getattr(client, '_ws', None)", "self.config._attn_implementation", "page._queue",
     "torch._C", "torch._C._cuda_endAllocateToPool",
