@@ -38,7 +38,8 @@ Value = float | Exception | None  # of one answer
 class Reward(NamedTuple):
     """A function with its name in metrics and its weight; `names` are the parameters it has, any with `takes_all`.
 
-    path: the name with that of the module, "my_module.my_function".
+    path: the name with that of the module, "my_module.my_function". options: parameters that no column fills, since the
+    config sets them, or they are options of a built-in function.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Reward(NamedTuple):
     weight: float
     names: tuple[str, ...]
     takes_all: bool
+    options: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
         """Return whether it can be called with this name."""
@@ -54,7 +56,7 @@ class Reward(NamedTuple):
 
     def given(self, columns: Sequence[str]) -> list[str]:
         """Return which of these columns it is called with."""
-        return [name for name in columns if name not in NO_COLUMNS and self.takes(name)]
+        return [name for name in columns if name not in (*NO_COLUMNS, *self.options) and self.takes(name)]
 
 
 def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
@@ -89,13 +91,15 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
             inspect.Parameter.KEYWORD_ONLY,
         ):
             raise ValueError(f"prompts: the reward {name} has no option {option}.")
+    own = {} if ":" in name else {key: each for key, each in accepted.items() if each.kind is each.KEYWORD_ONLY}
     if ":" not in name:
-        defaults = {key: each.default for key, each in accepted.items() if each.kind is each.KEYWORD_ONLY}
+        defaults = {key: each.default for key, each in own.items()}
         if problem := _wrong_option(function, defaults | entry, columns):
             raise ValueError(f"prompts: the reward {name} {problem}")
-    return _with_columns(
+    reward = _with_columns(
         title, name.replace(":", "."), partial(function, **entry) if entry else function, weight, columns
     )
+    return reward._replace(options=(*entry, *(key for key, each in own.items() if each.default is not each.empty)))
 
 
 def _wrong_option(function: Callable[..., Any], options: Mapping[str, Any], columns: Sequence[str]) -> str:

@@ -1,0 +1,81 @@
+"""Are rewards by functions what the config and the rows say, and does a slow or odd answer cost no other one?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs import make
+from envs.base import LateReward
+from envs.episode import Episode
+from envs.protocol import Protocol
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """Write a module of the current folder; its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(code: str) -> str:
+        name = f"rewards_{abs(hash(request.node.name)) % 10**9}"
+        (tmp_path / f"{name}.py").write_text(code)
+        return name
+
+    return write
+
+
+def rows_at(folder: Path, *rows: dict[str, Any]) -> str:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+def scores(texts: list[str], **options: Any) -> list[LateReward | Exception]:
+    """What answers get that are scored at once."""
+    envs: list[Any] = []
+    for text in texts:
+        env = make("prompts", **options)
+        env.late = True
+        Episode(env, Protocol.of(env), 0).step(text)
+        envs.append(env)
+    return type(envs[0]).score(envs)
+
+
+def rewards_of(texts: list[str], **options: Any) -> list[float | str]:
+    """Their sums, or why there is none."""
+    return [score.reward if isinstance(score, LateReward) else str(score) for score in scores(texts, **options)]
+
+
+ROW = {
+    "prompt": "x",
+    "answer": "b",
+    "words": 1,
+    "n": "2",
+    "pattern": None,
+    "column": "prompt",
+    "seconds": [],
+    "lost": 0,
+}
+
+
+@pytest.mark.parametrize(
+    "reward",
+    ["math", "exact_match", "length", "repetition", {"name": "format", "pattern": "b"}, {"name": "length", "words": 3}],
+)
+def test_a_column_does_not_take_the_place_of_an_option(tmp_path: Path, reward: Any) -> None:
+    (with_columns,) = rewards_of(["b"], path=rows_at(tmp_path, ROW), rewards=[reward])
+    (without,) = rewards_of(["b"], path=rows_at(tmp_path, {"prompt": "x", "answer": "b"}), rewards=[reward])
+    assert with_columns == without and isinstance(without, float)
+
+
+def test_an_option_of_the_config_wins_against_a_column(tmp_path: Path, module: Any) -> None:
+    name = module(
+        "def f(prompts, completions, threshold=0.0, **columns):\n"
+        "    return [columns['other'][0] + (threshold if isinstance(threshold, int) else threshold[0])]\n"
+    )
+    path = rows_at(tmp_path, {"prompt": "x", "threshold": 5, "other": 10})
+    assert rewards_of(["b"], path=path, rewards=[{"name": f"{name}:f", "threshold": 1}]) == [11.0]
+    assert rewards_of(["b"], path=path, rewards=[f"{name}:f"]) == [15.0]
