@@ -115,6 +115,11 @@ def _wrong_option(function: Callable[..., Any], options: Mapping[str, Any], colu
             f"reads the column {options['column']}, and the rows have {', '.join(columns)}: name another with the"
             " option column."
         )
+    if options.get("column") in (*NO_COLUMNS, *options):
+        return (
+            f"cannot read the column {options['column']}, whose name is that of an argument of reward functions: rename"
+            " the column in the rows, and write its new name as the option column."
+        )
     for option, least in LEAST.items():
         value = options.get(option, least)
         whole = type(value) is int or (type(value) is float and option in ("words", "seconds"))

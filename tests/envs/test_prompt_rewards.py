@@ -79,3 +79,11 @@ def test_an_option_of_the_config_wins_against_a_column(tmp_path: Path, module: A
     path = rows_at(tmp_path, {"prompt": "x", "threshold": 5, "other": 10})
     assert rewards_of(["b"], path=path, rewards=[{"name": f"{name}:f", "threshold": 1}]) == [11.0]
     assert rewards_of(["b"], path=path, rewards=[f"{name}:f"]) == [15.0]
+
+
+@pytest.mark.parametrize("column", ["completion", "prompt", "trainer_state", "column"])
+def test_a_column_that_no_function_is_given_is_refused(tmp_path: Path, column: str) -> None:
+    path = rows_at(tmp_path, {"question": "x"} | {column: "b"})
+    for name in ("math", "exact_match"):
+        with pytest.raises(ValueError, match=f"cannot read the column {column}, .*: rename the column in the rows"):
+            make("prompts", path=path, prompt="question", rewards=[{"name": name, "column": column}])
