@@ -79,7 +79,8 @@ class Prompts(TextEnv):
       agents.py. `rewards` are then given the columns `output` (what it printed) and `exit_code` as well.
     - `success=1.0`: what the first reward must give at least.
     - `on_error="skip"`: or "stop".
-    - `timeout=60.0`: seconds that a reward function may take for all answers of a rollout.
+    - `timeout=60.0`: seconds that a reward function of yours may take for all answers of a rollout; a built-in one has
+      limits for each answer.
     - `render_mode=None`: or "ansi".
 
     A data set with the splits train, validation and test keeps them; where one is missing, it is held out of train by

@@ -5,7 +5,8 @@
 Everything is given by keyword. A prompt that is a text gives completions that are texts, a prompt of messages gives
 lists of messages. Columns are those of the rows, one value for each answer. Functions may be async; these run side by
 side. None means that a function does not apply to an answer. A function that raises, takes too long or returns
-something else gives nothing, and the reason is printed once for each function and rollout, with the row.
+something else gives nothing, and the reason is printed once for each function and rollout, with the row. Built-in
+functions judge each answer by itself, within limits of their own, so that a slow answer costs no other one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from envs.in_time import TooLate, awaited_in_time, error_text, in_time
@@ -56,7 +58,7 @@ def call_rewards(
     """Return for each answer what each function gave, or why there is no reward.
 
     Args:
-        timeout: seconds that a function may take for all answers.
+        timeout: seconds that a function which is not built in may take for all answers.
         stop: raise `NoAnswer`, which ends a run with its message, where a function fails.
         state: of the training that the answers are for.
     """
@@ -120,27 +122,49 @@ def _raised(error: BaseException) -> str:
 
 def _all(rewards: Sequence[Reward], answered: Sequence[Answered], timeout: float, state: TrainerState) -> list[Any]:
     """Return the result of each function, or what it raised; async ones side by side, the others one after another."""
-    given: dict[str, Any] = {
-        "prompts": [each.prompt for each in answered],
-        "completions": [each.completion for each in answered],
-        "completion_ids": [each.ids for each in answered],
-        "trainer_state": state,
-        "log_metric": _not_logged,
-        "log_extra": _not_logged,
-    }
     names = dict.fromkeys(name for each in answered for name in each.row)
-    columns = {name: [each.row.get(name) for each in answered] for name in names}
 
-    def call(reward: Reward) -> Any:
+    def call(reward: Reward, chosen: Sequence[Answered]) -> Any:
+        given: dict[str, Any] = {
+            "prompts": [each.prompt for each in chosen],
+            "completions": [each.completion for each in chosen],
+            "completion_ids": [each.ids for each in chosen],
+            "trainer_state": state,
+            "log_metric": _not_logged,
+            "log_extra": _not_logged,
+        }
         called_with = {name: value for name, value in given.items() if reward.takes(name)}
-        return _listed(reward.function(**called_with, **{name: columns[name] for name in reward.given(list(columns))}))
+        columns = {name: [each.row.get(name) for each in chosen] for name in reward.given(list(names))}
+        return _listed(reward.function(**called_with, **columns))
 
-    results = [in_time(lambda r=reward: call(r), timeout) for reward in rewards]
+    results = [
+        _one_by_one(lambda each, r=reward: call(r, [each])[0], answered, reward.workers)
+        if reward.workers
+        else in_time(lambda r=reward: call(r, answered), timeout)
+        for reward in rewards
+    ]
     waiting = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
     found = awaited_in_time([_then_listed(results[place]) for place in waiting], timeout)
     for place, result in zip(waiting, found, strict=True):
         results[place] = result
     return [TimeoutError(f"it took more than {timeout:g} s") if isinstance(r, TooLate) else r for r in results]
+
+
+def _one_by_one(judge: Callable[[Answered], Any], answered: Sequence[Answered], workers: int) -> list[Any]:
+    """Return the value of each answer, or what was raised for it."""
+
+    def value(each: Answered) -> Any:
+        try:
+            return judge(each)
+        except NoAnswer:  # a judge that does not start ends the run, with its message
+            raise
+        except Exception as error:
+            return error
+
+    if workers == 1 or len(answered) == 1:  # threads would take each other's seconds
+        return [value(each) for each in answered]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(value, answered))
 
 
 def _listed(result: Any) -> Any:

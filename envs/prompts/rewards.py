@@ -25,11 +25,11 @@ from envs.base import known
 from envs.by_path import by_path
 from envs.math_judge import LONGEST_ANSWER, equal, last_boxed, last_number
 
-TAGGED = regex.compile(r"<answer>(.*?)</answer>", regex.DOTALL)
 CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")  # by TRL
 NO_COLUMNS = (*CALLED_WITH, "prompt", "completion")  # names that no column has when a function is called
 MARK = "####"  # before the answer in GSM8K
 THINK_FORMAT = r"<think>(?!.*<think>).*?</think>(?!.*<think>).*\S.*"
+SANDBOXES = 8  # programs of answers at the same time; the sandbox starts no more than there are cores
 MATCH_SECONDS = 1.0  # of a pattern for one answer: some take a time that is exponential in the length of a text
 LEAST = {"words": 1, "n": 1, "seconds": 0.01, "memory_mb": 1}  # of options that are numbers
 Value = float | Exception | None  # of one answer
@@ -39,7 +39,8 @@ class Reward(NamedTuple):
     """A function with its name in metrics and its weight; `names` are the parameters it has, any with `takes_all`.
 
     path: the name with that of the module, "my_module.my_function". options: parameters that no column fills, since the
-    config sets them, or they are options of a built-in function.
+    config sets them, or they are options of a built-in function. workers: how many answers a built-in function judges
+    at the same time, each by a call of its own; 0 for any other function, which is called once for all answers.
     """
 
     title: str
@@ -49,6 +50,7 @@ class Reward(NamedTuple):
     names: tuple[str, ...]
     takes_all: bool
     options: tuple[str, ...] = ()
+    workers: int = 0
 
     def takes(self, name: str) -> bool:
         """Return whether it can be called with this name."""
@@ -96,10 +98,12 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
         defaults = {key: each.default for key, each in own.items()}
         if problem := _wrong_option(function, defaults | entry, columns):
             raise ValueError(f"prompts: the reward {name} {problem}")
-    reward = _with_columns(
-        title, name.replace(":", "."), partial(function, **entry) if entry else function, weight, columns
+    options = (*entry, *(key for key, each in own.items() if each.default is not each.empty))
+    workers = 0 if ":" in name else SANDBOXES if function is program_tests else 1
+    called = partial(function, **entry) if entry else function
+    return _with_columns(title, name.replace(":", "."), called, weight, columns)._replace(
+        options=options, workers=workers
     )
-    return reward._replace(options=(*entry, *(key for key, each in own.items() if each.default is not each.empty)))
 
 
 def _wrong_option(function: Callable[..., Any], options: Mapping[str, Any], columns: Sequence[str]) -> str:
@@ -221,8 +225,7 @@ def math(
 def same_answer(text: str, reference: str) -> bool:
     """Return whether a text gives the answer of a reference solution, by math-verify."""
     answer = reference.rpartition(MARK)[2].strip() if MARK in reference else last_boxed(reference) or reference.strip()
-    tagged = TAGGED.findall(text)
-    boxed = last_boxed(text) or (tagged[-1].strip() if tagged else None)
+    boxed = last_boxed(text) or (_tagged(text) or "").strip()
     given = [boxed] if boxed else [text.strip(), last_number(text)]  # an answer may be nothing but the result
     return any(equal(each, answer) for each in given if each and len(each) <= LONGEST_ANSWER)
 
@@ -233,14 +236,17 @@ def exact_match(
     """Return 1 where the answer is the text of the column, case and white space aside; what <answer> holds counts."""
     references = columns[column]
     return [
-        None if reference is None else float(_plain(_tagged(text_of(completion))) == _plain(str(reference)))
+        None
+        if reference is None
+        else float(_plain(_tagged(text := text_of(completion)) or text) == _plain(str(reference)))
         for completion, reference in zip(completions, references, strict=True)
     ]
 
 
-def _tagged(text: str) -> str:
-    found = TAGGED.findall(text)
-    return found[-1] if found else text
+def _tagged(text: str) -> str | None:
+    """Return what the last complete <answer> of a text holds, in a time that is linear in its length."""
+    start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
+    return None if start < 0 else text[start + len("<answer>") :].partition("</answer>")[0]
 
 
 def _plain(text: str) -> str:

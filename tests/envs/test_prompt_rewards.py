@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,40 @@ def test_a_column_that_no_function_is_given_is_refused(tmp_path: Path, column: s
     for name in ("math", "exact_match"):
         with pytest.raises(ValueError, match=f"cannot read the column {column}, .*: rename the column in the rows"):
             make("prompts", path=path, prompt="question", rewards=[{"name": name, "column": column}])
+
+
+def test_slow_answers_cost_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer has a limit of its own, whatever all of them take."""
+    monkeypatch.setattr("envs.prompts.rewards.MATCH_SECONDS", 0.2)
+    texts = [*(["a" * 60 + "b"] * 3), "a", "aa"]
+    *late, first, last = rewards_of(texts, rewards=[{"name": "format", "pattern": "(a|aa)+"}], timeout=0.3)
+    assert (first, last) == (1.0, 1.0)
+    assert all("the pattern took more than 0.2 s" in str(reason) for reason in late)
+
+
+def test_programs_are_judged_side_by_side_and_one_that_fails_costs_its_own_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from envs.deep_coder import sandbox, verdict
+
+    together = threading.Barrier(3, timeout=20)
+
+    def judge(problem: Any, source: str, limits: Any) -> verdict.TestVerdict:
+        together.wait()
+        if source == "broken":
+            raise sandbox.SandboxError("no sandbox")
+        return verdict.TestVerdict(1, 1, "")
+
+    monkeypatch.setattr(verdict, "judge", judge)
+    monkeypatch.setattr(sandbox, "require", lambda: None)
+    path = rows_at(tmp_path, {"prompt": "x", "tests": [{"input": "1", "output": "1"}]})
+    one, broken, other = rewards_of(["a", "broken", "c"], path=path, rewards=["program_tests"], timeout=1e-9)
+    assert (one, other) == (1.0, 1.0) and "no sandbox" in str(broken)
+
+
+def test_tags_are_found_in_linear_time(tmp_path: Path) -> None:
+    path = rows_at(tmp_path, {"prompt": "x", "answer": "b"})
+    began = time.process_time()
+    texts = ["<answer>" * 100_000, "<answer>a</answer><answer> b </answer></answer>", "</answer>b"]
+    assert rewards_of(texts, path=path, rewards=["exact_match"]) == [0.0, 1.0, 0.0]
+    assert time.process_time() - began < 5
