@@ -204,6 +204,17 @@ def text_of(completion: Any) -> str:
     return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
+def after_thought(text: str) -> str:
+    """Return what follows the thought that a text begins with; nothing where the thought is not closed.
+
+    The opening <think> may stand at the end of the prompt, as some templates write it.
+    """
+    before, closed, after = text.partition("</think>")
+    if before.lstrip().startswith("<think>"):
+        return after
+    return after if closed and "<think>" not in before else text
+
+
 # -- built in ----------------------------------------------------------------------------------------------------------
 
 
@@ -212,8 +223,8 @@ def math(
 ) -> list[float | None]:
     r"""Return 1 for an answer that equals the reference, else 0; None where the row has none.
 
-    The answer is what the last \boxed{} holds, else what stands in <answer>, else all of it or its last number. The
-    reference is what follows #### in the column, else what its last \boxed{} holds, else all of it.
+    The answer is what the last \boxed{} behind the thought holds, else what stands in <answer>, else all of it or its
+    last number. The reference is what follows #### in the column, else what its last \boxed{} holds, else all of it.
     """
     references = columns[column]
     return [
@@ -224,6 +235,7 @@ def math(
 
 def same_answer(text: str, reference: str) -> bool:
     """Return whether a text gives the answer of a reference solution, by math-verify."""
+    text = after_thought(text)
     answer = reference.rpartition(MARK)[2].strip() if MARK in reference else last_boxed(reference) or reference.strip()
     boxed = last_boxed(text) or (_tagged(text) or "").strip()
     given = [boxed] if boxed else [text.strip(), last_number(text)]  # an answer may be nothing but the result
@@ -233,14 +245,21 @@ def same_answer(text: str, reference: str) -> bool:
 def exact_match(
     prompts: list[Any], completions: list[Any], *, column: str = "answer", **columns: list[Any]
 ) -> list[float | None]:
-    """Return 1 where the answer is the text of the column, case and white space aside; what <answer> holds counts."""
+    """Return 1 where the answer is the text of the column, case and white space aside.
+
+    What <answer> holds counts, else all that follows the thought.
+    """
     references = columns[column]
     return [
-        None
-        if reference is None
-        else float(_plain(_tagged(text := text_of(completion)) or text) == _plain(str(reference)))
+        None if reference is None else float(_is_text(text_of(completion), reference))
         for completion, reference in zip(completions, references, strict=True)
     ]
+
+
+def _is_text(text: str, reference: Any) -> bool:
+    text = after_thought(text)
+    tagged = _tagged(text)
+    return _plain(text if tagged is None else tagged) == _plain(str(reference))
 
 
 def _tagged(text: str) -> str | None:
@@ -316,7 +335,9 @@ def program_tests(
             found.append(ValueError(f'{column} is not a list of {{"input", "output"}}, two texts: {tests!r:.80}'))
             continue
         problem = CodeProblem("", function or "", tuple(cases), 0, "")
-        verdict = judge(problem, program_of(text_of(completion)), Limits(seconds, seconds * len(cases), memory_mb))
+        verdict = judge(
+            problem, program_of(after_thought(text_of(completion))), Limits(seconds, seconds * len(cases), memory_mb)
+        )
         found.append(verdict.passed / len(cases))
     return found
 

@@ -126,3 +126,43 @@ def test_tags_are_found_in_linear_time(tmp_path: Path) -> None:
     texts = ["<answer>" * 100_000, "<answer>a</answer><answer> b </answer></answer>", "</answer>b"]
     assert rewards_of(texts, path=path, rewards=["exact_match"]) == [0.0, 1.0, 0.0]
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("reward", "text", "answer", "value"),
+    [
+        ("exact_match", "<think>The capital is Paris.</think>\n\nParis", "Paris", 1.0),
+        ("exact_match", "<think>Perhaps <answer>Rome</answer></think> Paris", "Paris", 1.0),
+        ("exact_match", "The capital is Paris.</think>Paris", "Paris", 1.0),  # the prompt ended with <think>
+        ("exact_match", "<think>Paris", "<think>Paris", 0.0),
+        ("exact_match", "I write <think>a</think>", "I write <think>a</think>", 1.0),
+        ("math", r"<think>Maybe \boxed{3}? No.</think> The answer is 4.", "4", 1.0),
+        ("math", r"<think>Maybe \boxed{3}? No.</think> The answer is 4.", "3", 0.0),
+        ("math", r"<think>so \boxed{4}", "4", 0.0),
+    ],
+)
+def test_the_thought_is_not_the_answer(tmp_path: Path, reward: str, text: str, answer: str, value: float) -> None:
+    path = rows_at(tmp_path, {"prompt": "x", "answer": answer})
+    assert rewards_of([text], path=path, rewards=[reward]) == [value]
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that would be run, which pass their tests."""
+    from envs.deep_coder import sandbox, verdict
+
+    found: list[str] = []
+
+    def judge(problem: Any, source: str, limits: Any) -> verdict.TestVerdict:
+        found.append(source)
+        return verdict.TestVerdict(1, 1, "")
+
+    monkeypatch.setattr(verdict, "judge", judge)
+    monkeypatch.setattr(sandbox, "require", lambda: None)
+    return found
+
+
+def test_a_program_of_the_thought_is_not_run(tmp_path: Path, programs: list[str]) -> None:
+    path = rows_at(tmp_path, {"prompt": "x", "tests": [{"input": "1", "output": "1"}]})
+    text = "<think>```python\ndraft()\n```</think>```python\nmine()\n```"
+    assert rewards_of([text], path=path, rewards=["program_tests"]) == [1.0] and programs == ["mine()"]
