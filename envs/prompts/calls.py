@@ -27,10 +27,14 @@ Parts = dict[str, float]  # what each function gave an answer, by its title; tho
 
 
 class TrainerState(NamedTuple):
-    """How far training is, in steps: TrainerState(4, 200) while answers for the fifth of 200 steps are scored."""
+    """How far training is, in steps: TrainerState(4, 200) while answers for the fifth of 200 steps are scored.
+
+    epoch: None, since prompts are drawn and not read from the first to the last.
+    """
 
     global_step: int
     max_steps: int
+    epoch: float | None = None
 
 
 class Answered(NamedTuple):
@@ -177,8 +181,8 @@ async def _then_listed(work: Awaitable[Any]) -> Any:
     return _listed(await work)
 
 
-def _not_logged(name: str, value: Any) -> None:
-    """Take what TRL would log."""
+def _not_logged(*_: Any, **__: Any) -> None:
+    """Take what TRL would log, by position or by its names: log_metric(name, value), log_extra(column, values)."""
 
 
 def _short(value: Any) -> str:

@@ -166,3 +166,13 @@ def test_a_program_of_the_thought_is_not_run(tmp_path: Path, programs: list[str]
     path = rows_at(tmp_path, {"prompt": "x", "tests": [{"input": "1", "output": "1"}]})
     text = "<think>```python\ndraft()\n```</think>```python\nmine()\n```"
     assert rewards_of([text], path=path, rewards=["program_tests"]) == [1.0] and programs == ["mine()"]
+
+
+def test_what_trl_would_log_may_be_given_by_name(module: Any) -> None:
+    name = module(
+        "def f(prompts, completions, trainer_state, log_metric, log_extra, **columns):\n"
+        "    log_metric(name='share', value=0.5)\n"
+        "    log_extra(column='length', values=[1])\n"
+        "    return [2.0 if trainer_state.epoch is None else trainer_state.epoch]\n"
+    )
+    assert rewards_of(["x"], rewards=[f"{name}:f"]) == [2.0]
