@@ -23,6 +23,10 @@ from envs.prompts.rewards import Reward
 from envs.protocol import Message
 from envs.web import NoAnswer
 
+TEXTS = (  # to whoever a TypeError of their function surprises
+    ' (the prompts are texts, so completions are texts: a function that reads completion[0]["content"] needs prompts of'
+    " messages)"
+)
 Parts = dict[str, float]  # what each function gave an answer, by its title; those that do not apply are left out
 
 
@@ -84,7 +88,8 @@ def call_rewards(
     for reward, result in zip(rewards, _all(rewards, answered, timeout, state), strict=True):
         values = _values(result, len(answered))
         if bad := [place for place, value in enumerate(values) if isinstance(value, str)]:
-            leave_out(bad, f"the reward {reward.title} {values[bad[0]]}")
+            hint = TEXTS if isinstance(result, TypeError) and isinstance(answered[bad[0]].completion, str) else ""
+            leave_out(bad, f"the reward {reward.title} {values[bad[0]]}{hint}")
         for place, value in enumerate(values):
             if isinstance(value, float):
                 parts[place][reward.title] = value

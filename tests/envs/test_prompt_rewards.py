@@ -31,8 +31,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 
 def rows_at(folder: Path, *rows: dict[str, Any]) -> str:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / "rows.jsonl")
+    file = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"  # what was read before is kept by its name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
 
 
 def scores(texts: list[str], **options: Any) -> list[LateReward | Exception]:
@@ -176,3 +177,16 @@ def test_what_trl_would_log_may_be_given_by_name(module: Any) -> None:
         "    return [2.0 if trainer_state.epoch is None else trainer_state.epoch]\n"
     )
     assert rewards_of(["x"], rewards=[f"{name}:f"]) == [2.0]
+
+
+def test_a_function_that_expects_messages_is_told_of_texts(tmp_path: Path, module: Any) -> None:
+    """As those of trl.rewards do, which TRL itself gives texts for prompts that are texts."""
+    name = module(
+        "def f(prompts, completions, **columns):\n"
+        "    return [1.0 if c[0]['content'] == 'x' else 1 + None for c in completions]\n"
+    )
+    (told,) = rewards_of(["x"], path=rows_at(tmp_path, {"prompt": "a"}), rewards=[f"{name}:f"])
+    assert "raised TypeError: string indices must be" in str(told) and "needs prompts of messages" in str(told)
+    path = rows_at(tmp_path, {"prompt": [{"role": "user", "content": "a"}]})
+    (right,), (wrong,) = (rewards_of([text], path=path, rewards=[f"{name}:f"]) for text in "xy")
+    assert right == 1.0 and "raised TypeError" in str(wrong) and "prompts of messages" not in str(wrong)
