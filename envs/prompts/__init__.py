@@ -55,8 +55,8 @@ class Prompts(TextEnv):
 
     ## Episode end
     Terminated by the answer to the last user message of the row, or where `reply` returns None. Success: the first of
-    `rewards` gives at least `success`, else `failure` "wrong answer". Truncation is left to the protocol, after
-    `max_turns`: the most user messages of a row, or `turns`.
+    `rewards` gives at least `success`, else `failure` "wrong answer", or "not judged" where it gives None. Truncation
+    is left to the protocol, after `max_turns`: the most user messages of a row, or `turns`.
 
     ## Arguments
     - `path="embedded"`: problems that are generated; or a data set of the Hub, a file or a folder.
@@ -174,6 +174,7 @@ class Prompts(TextEnv):
         self.said: list[Message] = list(self.conversation.prompt)
         self.waiting = list(self.conversation.later)
         self.over = self.succeeded = False
+        self.lost_by = ""
 
     def _begin_environment(self) -> None:
         """Begin the episode of a new environment in TRL's style; its methods take the place of the former one's."""
@@ -220,7 +221,7 @@ class Prompts(TextEnv):
             "success": self.succeeded,
             "action_is_valid": True,
             "action_is_effective": played,
-            "failure": "" if self.succeeded or not self.over or self.late else "wrong answer",
+            "failure": "" if self.late else self.lost_by,
             "rewards": parts,
         }
         return self.observe(), gained, self.over, False, info
@@ -280,9 +281,10 @@ class Prompts(TextEnv):
                     scored[id(env)] = parts
                     continue
                 total = sum(reward.weight * parts.get(reward.title, 0.0) for reward in rewards)
-                success = parts.get(rewards[0].title, 0.0) >= env.success_at
-                env.succeeded = success
-                scored[id(env)] = LateReward(total, success, parts, "" if success else "wrong answer")
+                first = parts.get(rewards[0].title)
+                env.succeeded = first is not None and first >= env.success_at
+                env.lost_by = "" if env.succeeded else "wrong answer" if first is not None else "not judged"
+                scored[id(env)] = LateReward(total, env.succeeded, parts, env.lost_by)
         return [scored[id(env)] for env in envs]
 
     def state_key(self) -> str:

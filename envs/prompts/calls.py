@@ -82,7 +82,9 @@ def call_rewards(
         )
         if stop:
             raise NoAnswer(f"{text}. With on_error: skip a run leaves such answers out.")
-        print(f"{text}. These answers are left out.", file=sys.stderr)
+        print(
+            f"{text}. These answers are left out of training; an evaluation counts them as not solved.", file=sys.stderr
+        )
         failed.update(dict.fromkeys(places, reason))
 
     for reward, result in zip(rewards, _all(rewards, answered, timeout, state), strict=True):

@@ -190,3 +190,21 @@ def test_a_function_that_expects_messages_is_told_of_texts(tmp_path: Path, modul
     path = rows_at(tmp_path, {"prompt": [{"role": "user", "content": "a"}]})
     (right,), (wrong,) = (rewards_of([text], path=path, rewards=[f"{name}:f"]) for text in "xy")
     assert right == 1.0 and "raised TypeError" in str(wrong) and "prompts of messages" not in str(wrong)
+
+
+def test_an_answer_that_the_first_function_does_not_judge_is_not_called_wrong(
+    module: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = module(
+        "def first(prompts, completions, **columns): return [0.0 if c == 'wrong' else None for c in completions]\n"
+        "def second(prompts, completions, **columns): return [1.0] * len(completions)\n"
+    )
+    wrong, other = scores(["wrong", "x"], rewards=[f"{name}:first", f"{name}:second"])
+    assert isinstance(wrong, LateReward) and isinstance(other, LateReward)
+    assert (wrong.failure, other.failure, other.reward, other.success) == ("wrong answer", "not judged", 1.0, False)
+    env = make("prompts", rewards=[f"{name}:first", f"{name}:second"])
+    episode = Episode(env, Protocol.of(env), 0)
+    episode.step("x")
+    assert episode.failure == "not judged"
+    scores(["x"], rewards=[f"{name}:first"])
+    assert "left out of training; an evaluation counts them as not solved" in capsys.readouterr().err
