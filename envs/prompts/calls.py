@@ -23,6 +23,7 @@ from envs.prompts.rewards import Reward
 from envs.protocol import Message
 from envs.web import NoAnswer
 
+LARGEST = 1e100  # of a reward with its weight; squares of larger ones overflow
 TEXTS = (  # to whoever a TypeError of their function surprises
     ' (the prompts are texts, so completions are texts: a function that reads completion[0]["content"] needs prompts of'
     " messages)"
@@ -88,7 +89,7 @@ def call_rewards(
         failed.update(dict.fromkeys(places, reason))
 
     for reward, result in zip(rewards, _all(rewards, answered, timeout, state), strict=True):
-        values = _values(result, len(answered))
+        values = _values(result, len(answered), reward.weight)
         if bad := [place for place, value in enumerate(values) if isinstance(value, str)]:
             hint = TEXTS if isinstance(result, TypeError) and isinstance(answered[bad[0]].completion, str) else ""
             leave_out(bad, f"the reward {reward.title} {values[bad[0]]}{hint}")
@@ -100,7 +101,7 @@ def call_rewards(
     return [ValueError(failed[i]) if i in failed else parts[i] for i in range(len(answered))]
 
 
-def _values(result: Any, count: int) -> list[float | str | None]:
+def _values(result: Any, count: int, weight: float) -> list[float | str | None]:
     """Return what a function gave each answer: a number, None, or in words what is wrong."""
     if isinstance(result, BaseException):
         return [_raised(result)] * count
@@ -108,10 +109,10 @@ def _values(result: Any, count: int) -> list[float | str | None]:
         return [f"returned {type(result).__name__}, and not a list with a number for each answer"] * count
     if len(result) != count:
         return [f"returned {len(result)} values for {count} answers"] * count
-    return [None if value is None else _value(value) for value in result]
+    return [None if value is None else _value(value, weight) for value in result]
 
 
-def _value(value: Any) -> float | str:
+def _value(value: Any, weight: float) -> float | str:
     if isinstance(value, BaseException):
         return _raised(value)
     try:  # somebody's object may raise anything
@@ -119,7 +120,8 @@ def _value(value: Any) -> float | str:
     except Exception:
         number = math.nan
     if math.isfinite(number) and not isinstance(value, str):
-        return number
+        fits = max(abs(number), abs(number * weight)) < LARGEST
+        return number if fits else f"returned {number:g}, which is too large with its weight {weight:g}"
     try:
         shown = f"{value!r:.40}"
     except Exception:

@@ -208,3 +208,10 @@ def test_an_answer_that_the_first_function_does_not_judge_is_not_called_wrong(
     assert episode.failure == "not judged"
     scores(["x"], rewards=[f"{name}:first"])
     assert "left out of training; an evaluation counts them as not solved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "weight"), [("1e200", 1), ("1e90", 1e20), ("1e99", -10), ("1e200", 0)])
+def test_a_reward_too_large_is_named_with_its_row(module: Any, value: str, weight: float) -> None:
+    name = module(f"def f(prompts, completions, **c): return [{value} if c == 'x' else 1e9 for c in completions]\n")
+    large, good = rewards_of(["x", "y"], rewards=[{"name": f"{name}:f", "weight": weight}])
+    assert good == 1e9 * weight and f"returned {float(value):g}, which is too large with its weight" in str(large)
