@@ -245,7 +245,7 @@ def same_answer(text: str, reference: str) -> bool:
 def exact_match(
     prompts: list[Any], completions: list[Any], *, column: str = "answer", **columns: list[Any]
 ) -> list[float | None]:
-    """Return 1 where the answer is the text of the column, case and white space aside.
+    """Return 1 where the answer is the text of the column or one of its list of texts, case and white space aside.
 
     What <answer> holds counts, else all that follows the thought.
     """
@@ -259,7 +259,8 @@ def exact_match(
 def _is_text(text: str, reference: Any) -> bool:
     text = after_thought(text)
     tagged = _tagged(text)
-    return _plain(text if tagged is None else tagged) == _plain(str(reference))
+    given = _plain(text if tagged is None else tagged)
+    return any(given == _plain(str(each)) for each in (reference if isinstance(reference, list) else [reference]))
 
 
 def _tagged(text: str) -> str | None:

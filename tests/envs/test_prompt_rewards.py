@@ -215,3 +215,8 @@ def test_a_reward_too_large_is_named_with_its_row(module: Any, value: str, weigh
     name = module(f"def f(prompts, completions, **c): return [{value} if c == 'x' else 1e9 for c in completions]\n")
     large, good = rewards_of(["x", "y"], rewards=[{"name": f"{name}:f", "weight": weight}])
     assert good == 1e9 * weight and f"returned {float(value):g}, which is too large with its weight" in str(large)
+
+
+def test_an_exact_match_may_be_one_of_a_list(tmp_path: Path) -> None:
+    path = rows_at(tmp_path, {"prompt": "x", "answer": ["Jim Reeves", 7]})
+    assert rewards_of(["jim  reeves.", "7", "Jim"], path=path, rewards=["exact_match"]) == [1.0, 1.0, 0.0]
