@@ -314,11 +314,13 @@ def program_tests(
 ) -> list[Value]:
     """Return the share of tests that the program in the answer passes, in a sandbox.
 
+    The program is the last fenced block, else what <answer> holds, else all that follows the thought.
+
     The column holds a list of {"input", "output"}, what the program reads and must print; with a column `function`, the
     arguments and the value of that function as JSON. It may be a JSON text of that list.
     """
     from envs.deep_coder.sandbox import Limits, require
-    from envs.deep_coder.verdict import CodeProblem, Test, judge, program_of
+    from envs.deep_coder.verdict import CodeProblem, Test, fenced, judge, program_of
 
     require()
     all_tests, names = columns[column], columns.get("function") or [""] * len(completions)
@@ -336,9 +338,9 @@ def program_tests(
             found.append(ValueError(f'{column} is not a list of {{"input", "output"}}, two texts: {tests!r:.80}'))
             continue
         problem = CodeProblem("", function or "", tuple(cases), 0, "")
-        verdict = judge(
-            problem, program_of(after_thought(text_of(completion))), Limits(seconds, seconds * len(cases), memory_mb)
-        )
+        text = after_thought(text_of(completion))
+        text = text if fenced(text) else _tagged(text) or text
+        verdict = judge(problem, program_of(text), Limits(seconds, seconds * len(cases), memory_mb))
         found.append(verdict.passed / len(cases))
     return found
 

@@ -220,3 +220,11 @@ def test_a_reward_too_large_is_named_with_its_row(module: Any, value: str, weigh
 def test_an_exact_match_may_be_one_of_a_list(tmp_path: Path) -> None:
     path = rows_at(tmp_path, {"prompt": "x", "answer": ["Jim Reeves", 7]})
     assert rewards_of(["jim  reeves.", "7", "Jim"], path=path, rewards=["exact_match"]) == [1.0, 1.0, 0.0]
+
+
+def test_a_program_may_stand_in_the_tag_of_an_answer(tmp_path: Path, programs: list[str]) -> None:
+    path = rows_at(tmp_path, {"prompt": "x", "tests": [{"input": "1", "output": "1"}]})
+    fenced = "```python\nf()\n```"
+    for text in ("So <answer>\nf()\n</answer>", f"<answer>{fenced}</answer>", f"{fenced} <answer>f(1)</answer>", "f()"):
+        assert rewards_of([text], path=path, rewards=["program_tests"]) == [1.0]
+    assert programs == ["f()"] * 4
