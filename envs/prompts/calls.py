@@ -181,8 +181,11 @@ def _one_by_one(judge: Callable[[Answered], Any], answered: Sequence[Answered], 
 
 
 def _listed(result: Any) -> Any:
-    """Return the values of an array, a tensor or a generator as a list, within the time of their function."""
-    several = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping)
+    """Return the values of an array, a tensor or a generator as a list, within the time of their function.
+
+    Not those of a set, which has lost their order.
+    """
+    several = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | set | frozenset)
     return list(result) if several and not inspect.isawaitable(result) else result
 
 

@@ -228,3 +228,8 @@ def test_a_program_may_stand_in_the_tag_of_an_answer(tmp_path: Path, programs: l
     for text in ("So <answer>\nf()\n</answer>", f"<answer>{fenced}</answer>", f"{fenced} <answer>f(1)</answer>", "f()"):
         assert rewards_of([text], path=path, rewards=["program_tests"]) == [1.0]
     assert programs == ["f()"] * 4
+
+
+def test_a_set_of_values_is_refused(module: Any) -> None:
+    name = module("def f(prompts, completions, **columns): return {float(len(c)) for c in completions}\n")
+    assert all("returned set, and not a list" in str(told) for told in rewards_of(["aa", "b"], rewards=[f"{name}:f"]))
