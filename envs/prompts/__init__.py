@@ -136,7 +136,7 @@ class Prompts(TextEnv):
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
         self.methods = methods_of(self.environment) if environment else []
         self.tools = list(self.methods)
-        self.rewards_key = json.dumps([environment, *rewards], default=dict, sort_keys=True)
+        self.rewards_key = json.dumps([environment, *rewards], default=_written, sort_keys=True)
         self.columns = [*self.table.columns, *(["environments"] if environment else []), *(OUTPUT if agent else ())]
         given = [reward_of(each, self.columns) for each in rewards]
         self.rewards = with_own_titles([*given, *([own_reward_of(self.environment)] if rewarding else [])])
@@ -290,3 +290,8 @@ class Prompts(TextEnv):
     def state_key(self) -> str:
         said = (message for message in self.said if message["role"] != "tool" and "tool_calls" not in message)
         return "\n".join(f"{message['role']}: {message['content']}" for message in said)
+
+
+def _written(option: Any) -> Any:
+    """Return what JSON has no form for, such as a date of YAML, as a part of a key."""
+    return dict(option) if isinstance(option, Mapping) else repr(option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import threading
 import time
@@ -233,3 +234,12 @@ def test_a_program_may_stand_in_the_tag_of_an_answer(tmp_path: Path, programs: l
 def test_a_set_of_values_is_refused(module: Any) -> None:
     name = module("def f(prompts, completions, **columns): return {float(len(c)) for c in completions}\n")
     assert all("returned set, and not a list" in str(told) for told in rewards_of(["aa", "b"], rewards=[f"{name}:f"]))
+
+
+def test_an_option_may_be_a_date(module: Any) -> None:
+    """YAML reads 2024-01-02 as one."""
+    name = module("def f(prompts, completions, since, **columns): return [float(since.year)] * len(completions)\n")
+    rewards = [{"name": f"{name}:f", "since": datetime.date(2024, 1, 2)}]
+    assert rewards_of(["x"], rewards=rewards) == [2024.0]
+    with pytest.raises(ValueError, match=r"words, a number of at least 1, not datetime.date"):
+        make("prompts", rewards=[{"name": "length", "words": datetime.date(2024, 1, 2)}])
