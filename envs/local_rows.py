@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 Placed = tuple[str, dict[str, Any]]  # a row's place in its file, "line 3" or "row 3", and the row
-
+Content = IO[bytes] | gzip.GzipFile
 KINDS = (".jsonl", ".json", ".csv")
 LONGEST_LINE = 2**28  # bytes: a packed file may unfold to any length
 LONGEST_ARRAY = 2**31
@@ -64,7 +64,7 @@ def brief(value: object) -> str:
     return reprlib.repr(value)[:120]
 
 
-def _json_lines(file: IO[bytes]) -> Iterator[Placed]:
+def _json_lines(file: Content) -> Iterator[Placed]:
     """Yield a row for each line. Only a line feed ends a line: texts may hold U+2028 and similar separators."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
         where, remedy = f"line {number}", "Repair or delete it."
@@ -89,7 +89,7 @@ def _json_lines(file: IO[bytes]) -> Iterator[Placed]:
         yield where, _object(row, where)
 
 
-def _json(file: IO[bytes]) -> Iterator[Placed]:
+def _json(file: Content) -> Iterator[Placed]:
     """Yield the rows of an array. Many files of this name are JSON Lines, which begin with another character."""
     content = file.read(LONGEST_ARRAY + 1)
     if len(content) > LONGEST_ARRAY:
@@ -111,7 +111,7 @@ def _object(row: Any, where: str) -> dict[str, Any]:
     return row
 
 
-def _csv(file: IO[bytes]) -> Iterator[Placed]:
+def _csv(file: Content) -> Iterator[Placed]:
     """Yield the rows below a header."""
     csv.field_size_limit(sys.maxsize)  # 131,072 characters are a long answer, not an error
     reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)

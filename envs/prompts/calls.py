@@ -150,7 +150,7 @@ def _all(rewards: Sequence[Reward], answered: Sequence[Answered], timeout: float
         columns = {name: [each.row.get(name) for each in chosen] for name in reward.given(list(names))}
         return _listed(reward.function(**called_with, **columns))
 
-    results = [
+    results: list[Any] = [
         _one_by_one(lambda each, r=reward: call(r, [each])[0], answered, reward.workers)
         if reward.workers
         else in_time(lambda r=reward: call(r, answered), timeout)
