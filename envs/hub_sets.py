@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from envs.local_rows import BrokenRows, kind_of, rows_in
+from envs.local_rows import BrokenRows, kind_of_file, rows_in
 
 MOST_ENTRIES = 10_000  # of a folder; `datasets` looks at every one before it reports that there are no data
 EMBEDDED = "embedded"  # as `path`: what the environment brings itself
@@ -102,20 +102,20 @@ def local_splits(path: str) -> dict[str, Iterator[dict[str, Any]]] | None:
     into splits is left to `datasets`. Errors are as in `read_rows`, but of many classes, also while rows are read.
     """
     here = Path(path)
-    if not here.exists() and (kind_of(here.name) or here.suffix == ".parquet"):
+    if not here.exists() and (kind_of_file(here.name) or here.suffix == ".parquet"):
         raise FileNotFoundError(f"there is no file {path}")
     if not here.is_dir():
         if here.is_file() and here.suffix == ".parquet":
             import datasets
 
             return {"train": iter(datasets.load_dataset("parquet", data_files=path, split="train", streaming=True))}
-        return {"train": _rows([here])} if here.is_file() and kind_of(here.name) else None
+        return {"train": _rows([here])} if here.is_file() and kind_of_file(here.name) else None
     import datasets
 
     not_too_large(path)
     found = datasets.load_dataset_builder(path).config.data_files or {}
     splits = {str(split): [Path(file) for file in files] for split, files in found.items()}
-    own = all(kind_of(file.name) and file.is_file() for files in splits.values() for file in files)
+    own = all(kind_of_file(file.name) and file.is_file() for files in splits.values() for file in files)
     return {split: _rows(files, here) for split, files in splits.items()} if own and splits else None
 
 
@@ -126,7 +126,7 @@ def _rows(files: Sequence[Path], folder: Path | None = None) -> Iterator[dict[st
         try:
             for _, row in rows_in(file):
                 empty = False
-                is_csv = kind_of(file.name) == ".csv"
+                is_csv = kind_of_file(file.name) == ".csv"
                 yield {name: None if value == "" else value for name, value in row.items()} if is_csv else row
         except BrokenRows as broken:
             name = "" if folder is None else f"{os.path.relpath(file, folder)}: "

@@ -36,7 +36,7 @@ class BrokenRows(ValueError):
         self.place, self.problem, self.remedy = place, problem, remedy
 
 
-def kind_of(name: str) -> str:
+def kind_of_file(name: str) -> str:
     """Return which of `KINDS` a file of this name is, also a packed one; empty for another."""
     kind = Path(name.removesuffix(".gz")).suffix
     return kind if kind in KINDS else ""
@@ -50,7 +50,7 @@ def rows_in(file: Path) -> Iterator[Placed]:
         OSError, EOFError, zlib.error: it cannot be opened or unpacked.
     """
     with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as content:
-        match kind_of(file.name):
+        match kind_of_file(file.name):
             case ".jsonl":
                 yield from _json_lines(content)
             case ".json":

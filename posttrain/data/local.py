@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from envs.local_rows import BrokenRows, Placed, brief, kind_of, rows_in
+from envs.local_rows import BrokenRows, Placed, brief, kind_of_file, rows_in
 from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS
 from posttrain.types import UserError, one_line
 
@@ -23,7 +23,7 @@ def rows_of(path: Path, key: str) -> Iterator[Placed]:
     if not path.is_file() or not path.name.endswith(DATA_FILES):
         what = f"is not a {DATA_FILES_IN_WORDS} file" if path.exists() else "does not exist"
         raise UserError(f"{key}={path} {what}. Name one such file; several files are several sources.")
-    kind = kind_of(path.name)
+    kind = kind_of_file(path.name)
     if not kind:
         yield from with_row_numbers(_parquet(path, key))
         return
