@@ -32,14 +32,15 @@ Parts = dict[str, float]  # what each function gave an answer, by its title; tho
 
 
 class TrainerState(NamedTuple):
-    """How far training is, in steps: TrainerState(4, 200) while answers for the fifth of 200 steps are scored.
-
-    epoch: None, since prompts are drawn and not read from the first to the last.
-    """
+    """How far training is, in steps: TrainerState(4, 200) while answers for the fifth of 200 steps are scored."""
 
     global_step: int
     max_steps: int
-    epoch: float | None = None
+
+    @property
+    def epoch(self) -> None:
+        """None, which TRL's type allows: prompts are drawn, and not read from the first to the last."""
+        return None
 
 
 class Answered(NamedTuple):
