@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+from envs.local_rows import BrokenRows, kind_of_file, rows_in
+
 MOST_ENTRIES = 10_000  # of a folder; `datasets` looks at every one before it reports that there are no data
 EMBEDDED = "embedded"  # as `path`: what the environment brings itself
 
@@ -67,14 +67,11 @@ def all_rows(env: str, path: str, rows: int | None, config: str | None, split: s
 
 def split_names(env: str, path: str, config: str | None = None) -> list[str]:
     """Return what the data set calls its splits; one file is one split, "train"."""
-    if _is_file(path):
-        return ["train"]
     try:
-        if Path(path).suffix in FILES:
-            raise FileNotFoundError(f"there is no file {path}")
+        if (own := local_splits(path)) is not None:
+            return list(own)
         import datasets
 
-        not_too_large(path)
         return list(datasets.get_dataset_split_names(path, None if Path(path).exists() else config))
     except Exception as error:  # as above
         raise _unreadable(env, path, "", error) from error
@@ -83,51 +80,59 @@ def split_names(env: str, path: str, config: str | None = None) -> list[str]:
 def _unreadable(env: str, path: str, split: str, error: Exception) -> ValueError:
     what = f"{path} (split {split})" if split else path
     return ValueError(
-        f"{env}: the data set path={what} cannot be read ({reason_unreadable(error, path)}). Name a data set on the"
-        " Hugging Face Hub (which needs a network), a folder or a .jsonl or .parquet file with its columns;"
-        f" path={EMBEDDED} needs none of them."
+        f"{env}: the data set path={what} cannot be read ({reason_unreadable(error)}). Name a data set on the"
+        " Hugging Face Hub (which needs a network), a folder, or a .jsonl, .json, .csv (also .gz) or .parquet file with"
+        f" its columns; path={EMBEDDED} needs none of them."
     )
 
 
-def reason_unreadable(error: Exception, path: str) -> str:
+def reason_unreadable(error: Exception) -> str:
     """Return why a data set cannot be read, in a few words."""
     if isinstance(error, StopIteration):  # how `datasets` says that a file is empty
         return "it has no rows"
-    if isinstance(error, BrokenLine):
+    if isinstance(error, BrokenRows):
         return str(error)
-    if Path(path).is_dir():  # in a folder `datasets` counts from 0, and in parts of a file
-        for file in sorted(Path(path).rglob("*.jsonl")):
-            try:
-                for _ in json_lines(file):
-                    pass
-            except BrokenLine as broken:
-                return f"{file.relative_to(path)}: {broken}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-class BrokenLine(ValueError):
-    """Which line of a JSON Lines file is not a row, or that there is none."""
+def local_splits(path: str) -> dict[str, Iterator[dict[str, Any]]] | None:
+    """Return the rows of each split of a local file or folder, texts as they are written there.
+
+    None for a data set of the Hub, and for local files that `datasets` reads, such as Parquet. How a folder is divided
+    into splits is left to `datasets`. Errors are as in `read_rows`, but of many classes, also while rows are read.
+    """
+    here = Path(path)
+    if not here.exists() and (kind_of_file(here.name) or here.suffix == ".parquet"):
+        raise FileNotFoundError(f"there is no file {path}")
+    if not here.is_dir():
+        if here.is_file() and here.suffix == ".parquet":
+            import datasets
+
+            return {"train": iter(datasets.load_dataset("parquet", data_files=path, split="train", streaming=True))}
+        return {"train": _rows([here])} if here.is_file() and kind_of_file(here.name) else None
+    import datasets
+
+    not_too_large(path)
+    found = datasets.load_dataset_builder(path).config.data_files or {}
+    splits = {str(split): [Path(file) for file in files] for split, files in found.items()}
+    own = all(kind_of_file(file.name) and file.is_file() for files in splits.values() for file in files)
+    return {split: _rows(files, here) for split, files in splits.items()} if own and splits else None
 
 
-def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON Lines file; `BrokenLine` counts lines from 1, as editors do."""
+def _rows(files: Sequence[Path], folder: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of files; an empty cell of CSV is missing. `BrokenRows` names a file by its path in `folder`."""
     empty = True
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.rstrip().decode("utf-8-sig" if number == 1 else "utf-8"))
-            except json.JSONDecodeError as error:  # which counts lines within this one
-                raise BrokenLine(f"line {number} is not JSON: {error.msg}, column {error.colno}") from None
-            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-                raise BrokenLine(f"line {number} is not JSON: {' '.join(str(error).split())}") from None
-            if not isinstance(row, dict):
-                raise BrokenLine(f"line {number} is not a JSON object {{...}}")
-            empty = False
-            yield row
+    for file in files:
+        try:
+            for _, row in rows_in(file):
+                empty = False
+                is_csv = kind_of_file(file.name) == ".csv"
+                yield {name: None if value == "" else value for name, value in row.items()} if is_csv else row
+        except BrokenRows as broken:
+            name = "" if folder is None else f"{os.path.relpath(file, folder)}: "
+            raise BrokenRows(name + broken.place, broken.problem, broken.remedy) from None
     if empty:
-        raise BrokenLine("it has no rows")
+        raise BrokenRows("", "it has no rows")
 
 
 def not_too_large(path: str) -> None:
@@ -137,21 +142,11 @@ def not_too_large(path: str) -> None:
         raise ValueError(f"a folder with more than {MOST_ENTRIES:,} files and folders in it cannot be a data set")
 
 
-def _is_file(path: str) -> bool:
-    return Path(path).suffix in FILES and Path(path).exists()
-
-
 def _open(path: str, config: str | None, split: str) -> Any:
-    if Path(path).suffix in FILES and not Path(path).exists():
-        raise FileNotFoundError(f"there is no file {path}")
-    if _is_file(path) and split != "train":
-        raise ValueError("one file is one split, which is called train")
-    if path.endswith(".jsonl") and Path(path).is_file():
-        return json_lines(Path(path))
+    if (own := local_splits(path)) is not None:
+        if split not in own:
+            raise ValueError(f"it has the splits {', '.join(own)}; one file is one split, which is called train")
+        return own[split]
     import datasets
 
-    if not _is_file(path):
-        not_too_large(path)
-        config = None if Path(path).exists() else config
-        return datasets.load_dataset(path, config, split=split, streaming=True)
-    return datasets.load_dataset(FILES[Path(path).suffix], data_files=path, split="train", streaming=True)
+    return datasets.load_dataset(path, None if Path(path).exists() else config, split=split, streaming=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.types import UserError, one_line
 
-# Files of rows that posttrain/data/local.py reads, by the ends of their names.
+# Files of rows that phases 1 and 2 read, by the ends of their names.
 DATA_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 DATA_FILES_IN_WORDS = ".jsonl, .json, .csv (also .gz) or .parquet"
 

@@ -21,15 +21,15 @@ from typing import Any
 
 from envs.base import split_by_hash
 from envs.deep_coder.verdict import CodeProblem, Test, program_of
-from envs.hub_sets import json_lines, not_too_large, reason_unreadable
+from envs.hub_sets import local_splits, reason_unreadable
 
 SUBSETS = ("primeintellect", "codeforces")  # train and test of the Hub set that belong together
 LONGEST_STATEMENT = 10_000  # characters
 _log = logging.getLogger(__name__)
 HUB = "agentica-org/DeepCoder-Preview-Dataset"
 TAKES = (
-    f"It takes `embedded`, a name on the Hugging Face Hub such as {HUB}, or a local .jsonl or .parquet file or a folder"
-    " of them with the same columns."
+    f"It takes `embedded`, a name on the Hugging Face Hub such as {HUB}, or a local .jsonl, .json or .parquet file or a"
+    " folder of them with the same columns."
 )
 NO_HIDDEN_TEST = "without a hidden test (the statement or feedback shows them all)"
 NO_TESTS = "without tests in a known form within max_test_bytes"
@@ -39,7 +39,6 @@ MOST_BETWEEN = 4  # words between an example's input and its output
 MOST_CHARACTERS = 20  # the same, where the input has no word and no number
 AROUND = re.compile(r"[\s\"'`]")  # what stands around a value without being a part of it
 SAYS_EXAMPLE = frozenset("input inputs output outputs example examples sample samples result returns return".split())
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
@@ -90,22 +89,16 @@ def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str,
         raise ValueError(f"deep_coder could not read path={path}: there is no such file or folder. {TAKES}")
     names: tuple[str | None, ...] = subsets or ((None,) if local.exists() else SUBSETS)
     try:
-        not_too_large(path)
         for name in names:
-            loaded: Any
-            if local.is_file() and local.suffix == ".jsonl":
-                loaded = {"train": json_lines(local)}
-            elif local.is_file():
-                kind = READERS.get(local.suffix, "json")
-                loaded = datasets.load_dataset(kind, data_files={"train": str(local)}, streaming=True)
-            else:
+            loaded: Any = local_splits(path)
+            if loaded is None:
                 loaded = datasets.load_dataset(path, name, streaming=True)
             for split, rows in dict(loaded).items():
                 ours = next((each for each in ("test", "validation") if each in str(split)), "train")
                 for row in islice(rows, most):
                     yield ours, row
     except Exception as error:  # `datasets`, its file systems and its HTTP client raise errors of many libraries
-        reason = reason_unreadable(error, path)
+        reason = reason_unreadable(error)
         raise ValueError(f"deep_coder could not read path={path} ({reason}). {TAKES}") from error
 
 

@@ -55,8 +55,8 @@ class Prompts(TextEnv):
 
     ## Episode end
     Terminated by the answer to the last user message of the row, or where `reply` returns None. Success: the first of
-    `rewards` gives at least `success`, else `failure` "wrong answer". Truncation is left to the protocol, after
-    `max_turns`: the most user messages of a row, or `turns`.
+    `rewards` gives at least `success`, else `failure` "wrong answer", or "not judged" where it gives None. Truncation
+    is left to the protocol, after `max_turns`: the most user messages of a row, or `turns`.
 
     ## Arguments
     - `path="embedded"`: problems that are generated; or a data set of the Hub, a file or a folder.
@@ -79,7 +79,8 @@ class Prompts(TextEnv):
       agents.py. `rewards` are then given the columns `output` (what it printed) and `exit_code` as well.
     - `success=1.0`: what the first reward must give at least.
     - `on_error="skip"`: or "stop".
-    - `timeout=60.0`: seconds that a reward function may take for all answers of a rollout.
+    - `timeout=60.0`: seconds that a reward function of yours may take for all answers of a rollout; a built-in one has
+      limits for each answer.
     - `render_mode=None`: or "ansi".
 
     A data set with the splits train, validation and test keeps them; where one is missing, it is held out of train by
@@ -135,7 +136,7 @@ class Prompts(TextEnv):
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
         self.methods = methods_of(self.environment) if environment else []
         self.tools = list(self.methods)
-        self.rewards_key = json.dumps([environment, *rewards], default=dict, sort_keys=True)
+        self.rewards_key = json.dumps([environment, *rewards], default=_written, sort_keys=True)
         self.columns = [*self.table.columns, *(["environments"] if environment else []), *(OUTPUT if agent else ())]
         given = [reward_of(each, self.columns) for each in rewards]
         self.rewards = with_own_titles([*given, *([own_reward_of(self.environment)] if rewarding else [])])
@@ -173,6 +174,7 @@ class Prompts(TextEnv):
         self.said: list[Message] = list(self.conversation.prompt)
         self.waiting = list(self.conversation.later)
         self.over = self.succeeded = False
+        self.lost_by = ""
 
     def _begin_environment(self) -> None:
         """Begin the episode of a new environment in TRL's style; its methods take the place of the former one's."""
@@ -219,7 +221,7 @@ class Prompts(TextEnv):
             "success": self.succeeded,
             "action_is_valid": True,
             "action_is_effective": played,
-            "failure": "" if self.succeeded or not self.over or self.late else "wrong answer",
+            "failure": "" if self.late else self.lost_by,
             "rewards": parts,
         }
         return self.observe(), gained, self.over, False, info
@@ -279,11 +281,17 @@ class Prompts(TextEnv):
                     scored[id(env)] = parts
                     continue
                 total = sum(reward.weight * parts.get(reward.title, 0.0) for reward in rewards)
-                success = parts.get(rewards[0].title, 0.0) >= env.success_at
-                env.succeeded = success
-                scored[id(env)] = LateReward(total, success, parts, "" if success else "wrong answer")
+                first = parts.get(rewards[0].title)
+                env.succeeded = first is not None and first >= env.success_at
+                env.lost_by = "" if env.succeeded else "wrong answer" if first is not None else "not judged"
+                scored[id(env)] = LateReward(total, env.succeeded, parts, env.lost_by)
         return [scored[id(env)] for env in envs]
 
     def state_key(self) -> str:
         said = (message for message in self.said if message["role"] != "tool" and "tool_calls" not in message)
         return "\n".join(f"{message['role']}: {message['content']}" for message in said)
+
+
+def _written(option: Any) -> Any:
+    """Return what JSON has no form for, such as a date of YAML, as a part of a key."""
+    return dict(option) if isinstance(option, Mapping) else repr(option)

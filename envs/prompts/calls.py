@@ -5,7 +5,8 @@
 Everything is given by keyword. A prompt that is a text gives completions that are texts, a prompt of messages gives
 lists of messages. Columns are those of the rows, one value for each answer. Functions may be async; these run side by
 side. None means that a function does not apply to an answer. A function that raises, takes too long or returns
-something else gives nothing, and the reason is printed once for each function and rollout, with the row.
+something else gives nothing, and the reason is printed once for each function and rollout, with the row. Built-in
+functions judge each answer by itself, within limits of their own, so that a slow answer costs no other one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from envs.in_time import TooLate, awaited_in_time, error_text, in_time
@@ -21,6 +23,11 @@ from envs.prompts.rewards import Reward
 from envs.protocol import Message
 from envs.web import NoAnswer
 
+LARGEST = 1e100  # of a reward with its weight; squares of larger ones overflow
+TEXTS = (  # to whoever a TypeError of their function surprises
+    ' (the prompts are texts, so completions are texts: a function that reads completion[0]["content"] needs prompts of'
+    " messages)"
+)
 Parts = dict[str, float]  # what each function gave an answer, by its title; those that do not apply are left out
 
 
@@ -29,6 +36,11 @@ class TrainerState(NamedTuple):
 
     global_step: int
     max_steps: int
+
+    @property
+    def epoch(self) -> None:
+        """None, which TRL's type allows: prompts are drawn, and not read from the first to the last."""
+        return None
 
 
 class Answered(NamedTuple):
@@ -56,7 +68,7 @@ def call_rewards(
     """Return for each answer what each function gave, or why there is no reward.
 
     Args:
-        timeout: seconds that a function may take for all answers.
+        timeout: seconds that a function which is not built in may take for all answers.
         stop: raise `NoAnswer`, which ends a run with its message, where a function fails.
         state: of the training that the answers are for.
     """
@@ -72,13 +84,16 @@ def call_rewards(
         )
         if stop:
             raise NoAnswer(f"{text}. With on_error: skip a run leaves such answers out.")
-        print(f"{text}. These answers are left out.", file=sys.stderr)
+        print(
+            f"{text}. These answers are left out of training; an evaluation counts them as not solved.", file=sys.stderr
+        )
         failed.update(dict.fromkeys(places, reason))
 
     for reward, result in zip(rewards, _all(rewards, answered, timeout, state), strict=True):
-        values = _values(result, len(answered))
+        values = _values(result, len(answered), reward.weight)
         if bad := [place for place, value in enumerate(values) if isinstance(value, str)]:
-            leave_out(bad, f"the reward {reward.title} {values[bad[0]]}")
+            hint = TEXTS if isinstance(result, TypeError) and isinstance(answered[bad[0]].completion, str) else ""
+            leave_out(bad, f"the reward {reward.title} {values[bad[0]]}{hint}")
         for place, value in enumerate(values):
             if isinstance(value, float):
                 parts[place][reward.title] = value
@@ -87,7 +102,7 @@ def call_rewards(
     return [ValueError(failed[i]) if i in failed else parts[i] for i in range(len(answered))]
 
 
-def _values(result: Any, count: int) -> list[float | str | None]:
+def _values(result: Any, count: int, weight: float) -> list[float | str | None]:
     """Return what a function gave each answer: a number, None, or in words what is wrong."""
     if isinstance(result, BaseException):
         return [_raised(result)] * count
@@ -95,10 +110,10 @@ def _values(result: Any, count: int) -> list[float | str | None]:
         return [f"returned {type(result).__name__}, and not a list with a number for each answer"] * count
     if len(result) != count:
         return [f"returned {len(result)} values for {count} answers"] * count
-    return [None if value is None else _value(value) for value in result]
+    return [None if value is None else _value(value, weight) for value in result]
 
 
-def _value(value: Any) -> float | str:
+def _value(value: Any, weight: float) -> float | str:
     if isinstance(value, BaseException):
         return _raised(value)
     try:  # somebody's object may raise anything
@@ -106,7 +121,8 @@ def _value(value: Any) -> float | str:
     except Exception:
         number = math.nan
     if math.isfinite(number) and not isinstance(value, str):
-        return number
+        fits = max(abs(number), abs(number * weight)) < LARGEST
+        return number if fits else f"returned {number:g}, which is too large with its weight {weight:g}"
     try:
         shown = f"{value!r:.40}"
     except Exception:
@@ -120,22 +136,27 @@ def _raised(error: BaseException) -> str:
 
 def _all(rewards: Sequence[Reward], answered: Sequence[Answered], timeout: float, state: TrainerState) -> list[Any]:
     """Return the result of each function, or what it raised; async ones side by side, the others one after another."""
-    given: dict[str, Any] = {
-        "prompts": [each.prompt for each in answered],
-        "completions": [each.completion for each in answered],
-        "completion_ids": [each.ids for each in answered],
-        "trainer_state": state,
-        "log_metric": _not_logged,
-        "log_extra": _not_logged,
-    }
     names = dict.fromkeys(name for each in answered for name in each.row)
-    columns = {name: [each.row.get(name) for each in answered] for name in names}
 
-    def call(reward: Reward) -> Any:
+    def call(reward: Reward, chosen: Sequence[Answered]) -> Any:
+        given: dict[str, Any] = {
+            "prompts": [each.prompt for each in chosen],
+            "completions": [each.completion for each in chosen],
+            "completion_ids": [each.ids for each in chosen],
+            "trainer_state": state,
+            "log_metric": _not_logged,
+            "log_extra": _not_logged,
+        }
         called_with = {name: value for name, value in given.items() if reward.takes(name)}
-        return _listed(reward.function(**called_with, **{name: columns[name] for name in reward.given(list(columns))}))
+        columns = {name: [each.row.get(name) for each in chosen] for name in reward.given(list(names))}
+        return _listed(reward.function(**called_with, **columns))
 
-    results = [in_time(lambda r=reward: call(r), timeout) for reward in rewards]
+    results: list[Any] = [
+        _one_by_one(lambda each, r=reward: call(r, [each])[0], answered, reward.workers)
+        if reward.workers
+        else in_time(lambda r=reward: call(r, answered), timeout)
+        for reward in rewards
+    ]
     waiting = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
     found = awaited_in_time([_then_listed(results[place]) for place in waiting], timeout)
     for place, result in zip(waiting, found, strict=True):
@@ -143,9 +164,29 @@ def _all(rewards: Sequence[Reward], answered: Sequence[Answered], timeout: float
     return [TimeoutError(f"it took more than {timeout:g} s") if isinstance(r, TooLate) else r for r in results]
 
 
+def _one_by_one(judge: Callable[[Answered], Any], answered: Sequence[Answered], workers: int) -> list[Any]:
+    """Return the value of each answer, or what was raised for it."""
+
+    def value(each: Answered) -> Any:
+        try:
+            return judge(each)
+        except NoAnswer:  # a judge that does not start ends the run, with its message
+            raise
+        except Exception as error:
+            return error
+
+    if workers == 1 or len(answered) == 1:  # threads would take each other's seconds
+        return [value(each) for each in answered]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(value, answered))
+
+
 def _listed(result: Any) -> Any:
-    """Return the values of an array, a tensor or a generator as a list, within the time of their function."""
-    several = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping)
+    """Return the values of an array, a tensor or a generator as a list, within the time of their function.
+
+    Not those of a set, which has lost their order.
+    """
+    several = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | set | frozenset)
     return list(result) if several and not inspect.isawaitable(result) else result
 
 
@@ -153,8 +194,8 @@ async def _then_listed(work: Awaitable[Any]) -> Any:
     return _listed(await work)
 
 
-def _not_logged(name: str, value: Any) -> None:
-    """Take what TRL would log."""
+def _not_logged(*_: Any, **__: Any) -> None:
+    """Take what TRL would log, by position or by its names: log_metric(name, value), log_extra(column, values)."""
 
 
 def _short(value: Any) -> str:

@@ -25,11 +25,11 @@ from envs.base import known
 from envs.by_path import by_path
 from envs.math_judge import LONGEST_ANSWER, equal, last_boxed, last_number
 
-TAGGED = regex.compile(r"<answer>(.*?)</answer>", regex.DOTALL)
 CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")  # by TRL
 NO_COLUMNS = (*CALLED_WITH, "prompt", "completion")  # names that no column has when a function is called
 MARK = "####"  # before the answer in GSM8K
 THINK_FORMAT = r"<think>(?!.*<think>).*?</think>(?!.*<think>).*\S.*"
+SANDBOXES = 8  # programs of answers at the same time; the sandbox starts no more than there are cores
 MATCH_SECONDS = 1.0  # of a pattern for one answer: some take a time that is exponential in the length of a text
 LEAST = {"words": 1, "n": 1, "seconds": 0.01, "memory_mb": 1}  # of options that are numbers
 Value = float | Exception | None  # of one answer
@@ -38,7 +38,9 @@ Value = float | Exception | None  # of one answer
 class Reward(NamedTuple):
     """A function with its name in metrics and its weight; `names` are the parameters it has, any with `takes_all`.
 
-    path: the name with that of the module, "my_module.my_function".
+    path: the name with that of the module, "my_module.my_function". options: parameters that no column fills, since the
+    config sets them, or they are options of a built-in function. workers: how many answers a built-in function judges
+    at the same time, each by a call of its own; 0 for any other function, which is called once for all answers.
     """
 
     title: str
@@ -47,6 +49,8 @@ class Reward(NamedTuple):
     weight: float
     names: tuple[str, ...]
     takes_all: bool
+    options: tuple[str, ...] = ()
+    workers: int = 0
 
     def takes(self, name: str) -> bool:
         """Return whether it can be called with this name."""
@@ -54,7 +58,7 @@ class Reward(NamedTuple):
 
     def given(self, columns: Sequence[str]) -> list[str]:
         """Return which of these columns it is called with."""
-        return [name for name in columns if name not in NO_COLUMNS and self.takes(name)]
+        return [name for name in columns if name not in (*NO_COLUMNS, *self.options) and self.takes(name)]
 
 
 def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
@@ -89,12 +93,16 @@ def reward_of(given: str | Mapping[str, Any], columns: Sequence[str]) -> Reward:
             inspect.Parameter.KEYWORD_ONLY,
         ):
             raise ValueError(f"prompts: the reward {name} has no option {option}.")
+    own = {} if ":" in name else {key: each for key, each in accepted.items() if each.kind is each.KEYWORD_ONLY}
     if ":" not in name:
-        defaults = {key: each.default for key, each in accepted.items() if each.kind is each.KEYWORD_ONLY}
+        defaults = {key: each.default for key, each in own.items()}
         if problem := _wrong_option(function, defaults | entry, columns):
             raise ValueError(f"prompts: the reward {name} {problem}")
-    return _with_columns(
-        title, name.replace(":", "."), partial(function, **entry) if entry else function, weight, columns
+    options = (*entry, *(key for key, each in own.items() if each.default is not each.empty))
+    workers = 0 if ":" in name else SANDBOXES if function is program_tests else 1
+    called = partial(function, **entry) if entry else function
+    return _with_columns(title, name.replace(":", "."), called, weight, columns)._replace(
+        options=options, workers=workers
     )
 
 
@@ -110,6 +118,11 @@ def _wrong_option(function: Callable[..., Any], options: Mapping[str, Any], colu
         return (
             f"reads the column {options['column']}, and the rows have {', '.join(columns)}: name another with the"
             " option column."
+        )
+    if options.get("column") in (*NO_COLUMNS, *options):
+        return (
+            f"cannot read the column {options['column']}, whose name is that of an argument of reward functions: rename"
+            " the column in the rows, and write its new name as the option column."
         )
     for option, least in LEAST.items():
         value = options.get(option, least)
@@ -191,6 +204,17 @@ def text_of(completion: Any) -> str:
     return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
+def after_thought(text: str) -> str:
+    """Return what follows the thought that a text begins with; nothing where the thought is not closed.
+
+    The opening <think> may stand at the end of the prompt, as some templates write it.
+    """
+    before, closed, after = text.partition("</think>")
+    if before.lstrip().startswith("<think>"):
+        return after
+    return after if closed and "<think>" not in before else text
+
+
 # -- built in ----------------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +223,8 @@ def math(
 ) -> list[float | None]:
     r"""Return 1 for an answer that equals the reference, else 0; None where the row has none.
 
-    The answer is what the last \boxed{} holds, else what stands in <answer>, else all of it or its last number. The
-    reference is what follows #### in the column, else what its last \boxed{} holds, else all of it.
+    The answer is what the last \boxed{} behind the thought holds, else what stands in <answer>, else all of it or its
+    last number. The reference is what follows #### in the column, else what its last \boxed{} holds, else all of it.
     """
     references = columns[column]
     return [
@@ -211,9 +235,9 @@ def math(
 
 def same_answer(text: str, reference: str) -> bool:
     """Return whether a text gives the answer of a reference solution, by math-verify."""
+    text = after_thought(text)
     answer = reference.rpartition(MARK)[2].strip() if MARK in reference else last_boxed(reference) or reference.strip()
-    tagged = TAGGED.findall(text)
-    boxed = last_boxed(text) or (tagged[-1].strip() if tagged else None)
+    boxed = last_boxed(text) or (_tagged(text) or "").strip()
     given = [boxed] if boxed else [text.strip(), last_number(text)]  # an answer may be nothing but the result
     return any(equal(each, answer) for each in given if each and len(each) <= LONGEST_ANSWER)
 
@@ -221,17 +245,28 @@ def same_answer(text: str, reference: str) -> bool:
 def exact_match(
     prompts: list[Any], completions: list[Any], *, column: str = "answer", **columns: list[Any]
 ) -> list[float | None]:
-    """Return 1 where the answer is the text of the column, case and white space aside; what <answer> holds counts."""
+    """Return 1 where the answer is the text of the column or one of its list of texts, case and white space aside.
+
+    What <answer> holds counts, else all that follows the thought.
+    """
     references = columns[column]
     return [
-        None if reference is None else float(_plain(_tagged(text_of(completion))) == _plain(str(reference)))
+        None if reference is None else float(_is_text(text_of(completion), reference))
         for completion, reference in zip(completions, references, strict=True)
     ]
 
 
-def _tagged(text: str) -> str:
-    found = TAGGED.findall(text)
-    return found[-1] if found else text
+def _is_text(text: str, reference: Any) -> bool:
+    text = after_thought(text)
+    tagged = _tagged(text)
+    given = _plain(text if tagged is None else tagged)
+    return any(given == _plain(str(each)) for each in (reference if isinstance(reference, list) else [reference]))
+
+
+def _tagged(text: str) -> str | None:
+    """Return what the last complete <answer> of a text holds, in a time that is linear in its length."""
+    start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
+    return None if start < 0 else text[start + len("<answer>") :].partition("</answer>")[0]
 
 
 def _plain(text: str) -> str:
@@ -279,11 +314,13 @@ def program_tests(
 ) -> list[Value]:
     """Return the share of tests that the program in the answer passes, in a sandbox.
 
+    The program is the last fenced block, else what <answer> holds, else all that follows the thought.
+
     The column holds a list of {"input", "output"}, what the program reads and must print; with a column `function`, the
     arguments and the value of that function as JSON. It may be a JSON text of that list.
     """
     from envs.deep_coder.sandbox import Limits, require
-    from envs.deep_coder.verdict import CodeProblem, Test, judge, program_of
+    from envs.deep_coder.verdict import CodeProblem, Test, fenced, judge, program_of
 
     require()
     all_tests, names = columns[column], columns.get("function") or [""] * len(completions)
@@ -301,7 +338,9 @@ def program_tests(
             found.append(ValueError(f'{column} is not a list of {{"input", "output"}}, two texts: {tests!r:.80}'))
             continue
         problem = CodeProblem("", function or "", tuple(cases), 0, "")
-        verdict = judge(problem, program_of(text_of(completion)), Limits(seconds, seconds * len(cases), memory_mb))
+        text = after_thought(text_of(completion))
+        text = text if fenced(text) else _tagged(text) or text
+        verdict = judge(problem, program_of(text), Limits(seconds, seconds * len(cases), memory_mb))
         found.append(verdict.passed / len(cases))
     return found
 

@@ -1,31 +1,20 @@
-"""How is a local file of rows read?  JSON Lines, a JSON array, CSV or Parquet; errors name the place of damage.
-
-`datasets` could read them as well, but gives a whole file one schema, names no line and writes a copy to its cache.
-"""
+"""How is a local file of rows read?  By envs/local_rows.py, or as Parquet; an error says where and what to do."""
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
-import json
-import reprlib
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 
-from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS, wrong_in_line
+from envs.local_rows import BrokenRows, Placed, brief, kind_of_file, rows_in
+from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS
 from posttrain.types import UserError, one_line
 
-Placed = tuple[str, dict[str, Any]]  # a row's place in its file, "line 3" or "row 3", and the row
+__all__ = ["Placed", "brief", "printable", "rows_of", "with_row_numbers"]
 
-LONGEST_LINE = 2**28  # bytes: a packed file may unfold to any length
-LONGEST_ARRAY = 2**31
-MESSAGES = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
 NUMBERS = ("score_chosen", "score_rejected")
 
 
@@ -34,14 +23,16 @@ def rows_of(path: Path, key: str) -> Iterator[Placed]:
     if not path.is_file() or not path.name.endswith(DATA_FILES):
         what = f"is not a {DATA_FILES_IN_WORDS} file" if path.exists() else "does not exist"
         raise UserError(f"{key}={path} {what}. Name one such file; several files are several sources.")
-    kind = Path(path.name.removesuffix(".gz")).suffix
+    kind = kind_of_file(path.name)
+    if not kind:
+        yield from with_row_numbers(_parquet(path, key))
+        return
     try:
-        if kind == ".parquet":
-            yield from with_row_numbers(_parquet(path, key))
-            return
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            read = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}[kind]
-            yield from read(file, path, key)  # type: ignore[operator]
+        for place, row in rows_in(path):
+            yield place, {name: _number(name, value) for name, value in row.items()} if kind == ".csv" else row
+    except BrokenRows as broken:
+        where = f"{key}: {broken.place} of {path}" if broken.place else f"{key}={path}"
+        raise UserError(f"{where} {broken.problem}. {broken.remedy}") from None
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{key}={path} cannot be read: {one_line(error)}. Check the file.") from error
 
@@ -50,96 +41,18 @@ def with_row_numbers(rows: Iterator[dict[str, Any]]) -> Iterator[Placed]:
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def brief(value: object) -> str:
-    """Return the beginning of a value, however deep it is nested."""
-    return reprlib.repr(value)[:120]
-
-
 def printable(name: object) -> str:
     """Return a name that comes from a file, short and without control characters."""
     text = str(name)[:40]
     return text if text.isprintable() else ascii(text)
 
 
-def _json_lines(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
-    """Yield a row for each line. Only a line feed ends a line: texts may hold U+2028 and similar separators."""
-    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
-        where = f"{key}: line {number} of {path}"
-        if len(line) > LONGEST_LINE:
-            raise UserError(f"{where} has more than {LONGEST_LINE:,} bytes. Repair or delete it.")
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{where} is not UTF-8 text (byte {line[error.start]:#04x} at place {error.start + 1}). Save the "
-                "file as UTF-8, or repair or delete the line."
-            ) from None
-        if not text.strip():
-            continue
-        try:
-            row = json.loads(text.rstrip())
-        except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, endless nesting
-            raise UserError(f"{where} is not JSON ({wrong_in_line(error)}). Repair or delete it.") from None
-        yield f"line {number}", _object(row, where)
-
-
-def _json(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
-    """Yield the rows of an array. Many files of this name are JSON Lines, which begin with another character."""
-    content = file.read(LONGEST_ARRAY + 1)
-    if len(content) > LONGEST_ARRAY:
-        raise UserError(f"{key}={path} has more than {LONGEST_ARRAY:,} bytes. Save it as .jsonl, a row a line.")
-    if content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
-        yield from _json_lines(io.BytesIO(content), path, key)
-        return
+def _number(name: str, value: Any) -> Any:
+    """Return a cell of CSV, a score as a number."""
     try:
-        rows = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, and names the byte
-        raise UserError(f"{key}={path} is not a JSON array of rows ({one_line(error)}). Repair the file.") from None
-    for number, row in enumerate(rows, 1):
-        yield f"row {number}", _object(row, f"{key}: row {number} of {path}")
-
-
-def _object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is {brief(row)}, not a JSON object {{...}}. Repair it.")
-    return row
-
-
-def _csv(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
-    """Yield the rows below a header. Cells are text, except messages, which are JSON, and scores."""
-    csv.field_size_limit(sys.maxsize)  # 131,072 characters are a long answer, not an error
-    reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-    try:
-        header = next(reader, [])
-        if len(header) != len(set(header)):
-            raise UserError(f"{key}: the header of {path} names a column twice: {', '.join(header)[:300]}. Rename one.")
-        for cells in reader:
-            if not cells:
-                continue
-            place = f"line {reader.line_num}"
-            if len(cells) != len(header):
-                raise UserError(
-                    f"{key}: {place} of {path} has {len(cells)} cells, its header {len(header)} "
-                    f"({', '.join(header)[:300]}). Columns are separated by commas, and a text with a comma, a "
-                    "quotation mark or a line break must be quoted. Repair the file, or save it as .jsonl."
-                )
-            yield place, {name: _cell(name, text) for name, text in zip(header, cells, strict=True)}
-    except UnicodeDecodeError as error:
-        raise UserError(f"{key}={path} is not UTF-8 text (byte {error.object[error.start]:#04x} behind line "
-                        f"{reader.line_num}). Save the file as UTF-8.") from None  # fmt: skip
-    except csv.Error as error:
-        raise UserError(f"{key}: line {reader.line_num} of {path} is not CSV ({error}). Repair the file.") from None
-
-
-def _cell(name: str, text: str) -> Any:
-    try:
-        if name in NUMBERS:
-            return float(text)
-        if name in MESSAGES and text.startswith(("[{", '{"')):
-            return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    return text
+        return float(value) if name in NUMBERS else value
+    except ValueError:
+        return value
 
 
 def _parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:

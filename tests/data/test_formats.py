@@ -18,9 +18,10 @@ from test_data import account, answers, assistant, replaced, rows_of, section, t
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from trl.data_utils import extract_prompt, maybe_convert_to_chatml, maybe_extract_prompt
 
+from envs import local_rows
 from envs.math_judge import MathJudge
 from posttrain.config.data import HUB_KINDS, Source
-from posttrain.data import __main__ as command, local, reading
+from posttrain.data import __main__ as command, reading
 from posttrain.data.encoding import Sample, encode_dialogues, encode_pairs, encode_prompts
 from posttrain.data.filters import CHECKS, IGNORED, Example
 from posttrain.data.loading import load_preferences, load_prompts, load_questions, load_sft
@@ -756,8 +757,8 @@ def test_damaged_files_are_told_with_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, parts: list[str]
 ) -> None:
     if any("1,000" in part for part in parts):
-        monkeypatch.setattr(local, "LONGEST_LINE", 1000)
-        monkeypatch.setattr(local, "LONGEST_ARRAY", 1000)
+        monkeypatch.setattr(local_rows, "LONGEST_LINE", 1000)
+        monkeypatch.setattr(local_rows, "LONGEST_ARRAY", 1000)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as told:
         list(reading.read_rows(Source(kind="messages", path=str(tmp_path / name)), "data.sources.0", 0))

@@ -293,7 +293,7 @@ def test_a_folder_of_all_kinds_of_files_is_refused_before_it_is_searched(tmp_pat
         (tmp_path / f"{n}.txt").touch()
     with pytest.raises(ValueError, match="more than 100 files and folders") as problem:
         make("countdown", path=str(tmp_path))
-    assert "\n" not in str(problem.value) and "a folder or a .jsonl or .parquet file" in str(problem.value)
+    assert "\n" not in str(problem.value) and "a folder, or a .jsonl, .json, .csv" in str(problem.value)
 
 
 @pytest.mark.thorough

@@ -143,8 +143,8 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ('{"question": "a", "ans', "line 4 is not JSON: Unterminated string starting at, column 19"),
-        ("[1]", "line 4 is not a JSON object {...}"),
-        ('{"question": "\xe9"}', "line 4 is not JSON: 'utf-8' codec can't decode byte 0xe9"),
+        ("[1]", "line 4 is [1], not a JSON object {...}"),
+        ('{"question": "\xe9"}', "line 4 is not UTF-8 text (byte 0xe9 at place 15)"),
     ],
 )
 @pytest.mark.parametrize("env", ["prompts", "countdown", pytest.param("deep_coder", marks=needs_sandbox)])
