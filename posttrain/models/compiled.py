@@ -40,7 +40,8 @@ def compile_layers(model: Any, *, deterministic: bool = False, backend: str = "i
     if hasattr(settings, "recompile_limit"):
         settings.recompile_limit = FORMS
     # A backward pass that cannot be compiled fails in the forward pass, which can go on without, not in `backward()`.
-    importlib.import_module("torch._functorch.config").force_non_lazy_backward_lowering = True
+    of_backward: Any = importlib.import_module("torch._functorch.config")
+    of_backward.force_non_lazy_backward_lowering = True
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and not hasattr(layer, COMPILED):
             layer.__class__ = _compiled(type(layer), deterministic, backend)

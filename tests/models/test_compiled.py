@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
 from model_families import SIZES
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -165,7 +165,8 @@ def test_where_the_backward_pass_cannot_be_compiled_the_layers_run_as_they_are(
         raise RuntimeError("no such kernel")
 
     plain, net = model_of("llama"), model_of("llama")
-    compile_layers(net, backend=aot_autograd(fw_compiler=as_it_is, bw_compiler=broken))
+    backend: Any = aot_autograd(fw_compiler=as_it_is, bw_compiler=broken)
+    compile_layers(net, backend=backend)
     assert equal(gradients(plain), gradients(net))
     said = capsys.readouterr()
     assert (said.out + said.err).count("LlamaDecoderLayer is not compiled") == 1
