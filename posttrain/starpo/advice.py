@@ -114,6 +114,12 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder {words.levels}{harder}, or"
             f" those that are not always {words.won} (envs.difficulty: auto), or fewer demonstrations before."
         )
+    elif start.pass_k < HOPELESS and start.differ >= FEW:
+        reached = f"{start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}"
+        counted = "; the partial rewards of this environment teach before anything is won."
+        if env.name == "prompts":
+            counted = ". A prompt counts as solved from a first reward of options.success (by default 1)."
+        found.append(f"Rewards differ in {start.differ:.0%} of the groups, which teach, though {reached}{counted}")
     elif start.pass_k < HOPELESS:
         easier = f" ({env.easier})" if env.easier else ""
         shown, prompt = "phase 1 on good answers", "a clearer prompt"

@@ -47,7 +47,12 @@ def test_a_start_is_counted() -> None:
     [
         ({}, 1e9, ["A good start: 80% of the groups teach."]),
         ({"pass_1": 0.95, "pass_k": 1.0, "differ": 0.1}, 1e9, ["Saturated: 90% of the groups teach nothing", "boxes"]),
-        ({"pass_1": 0.0, "pass_k": 0.05}, 1e9, ["Hopeless as it is: 16 tries succeed on 5% of the levels", "demos"]),
+        (
+            {"pass_1": 0.0, "pass_k": 0.05, "differ": 0.1},
+            1e9,
+            ["Hopeless as it is: 16 tries succeed on 5% of the levels", "demos"],
+        ),
+        ({"pass_1": 0.0, "pass_k": 0.0}, 1e9, ["Rewards differ in 80% of the groups, which teach", "partial rewards"]),
         ({"differ": 0.0}, 1e9, ["Few groups teach: the rewards of 0% differ", "envs.difficulty: auto"]),
         ({"invalid": 0.6}, 1e9, ["format is not learnt"]),
         ({"unfinished": 0.5}, 1e9, ["raise rollout.max_completion_length (now 64)"]),
@@ -62,8 +67,16 @@ def test_what_follows_is_said(changes: dict[str, Any], parameters: float, words:
 
 
 def test_prompts_have_no_demonstrations_to_begin_with() -> None:
-    (found,) = verdicts(GOOD._replace(pass_1=0.0, pass_k=0.05), envs.make("prompts"), 64, 10**9)
+    start = GOOD._replace(pass_1=0.0, pass_k=0.05, differ=0.1)
+    (found,) = verdicts(start, envs.make("prompts"), 64, 10**9)
     assert "phase 1 on good answers" in found and "demos" not in found and "protocol." not in found
+
+
+def test_graded_rewards_of_prompts_teach_below_success() -> None:
+    """A reward of 0 to .9 never counts as solved, and all groups may differ."""
+    (found,) = verdicts(GOOD._replace(pass_1=0.0, pass_k=0.0, differ=1.0), envs.make("prompts"), 64, 10**9)
+    assert "differ in 100% of the groups" in found and "options.success (by default 1)" in found
+    assert "Hopeless" not in found
 
 
 def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
@@ -75,6 +88,7 @@ def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
         {"differ": 0.1},
         {"pass_1": 0.95},
         {"pass_k": 0.05, "pass_1": 0.0},
+        {"pass_k": 0.05, "pass_1": 0.0, "differ": 0.1},
         {"entropy": 0.1},
     ):
         start = GOOD._replace(env="prompts", **changes)
