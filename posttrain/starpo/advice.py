@@ -213,14 +213,22 @@ def advice_text(
             lines += [start.figures(cfg.rewarded, words_of([section.name])), *(f"  {each}" for each in found)]
     lines += [text] if (text := rate_warning(cfg, parameters)) else []
     if seconds is not None and starts:
-        hours, groups = cfg.trainer.max_steps * seconds / 3600, cfg.rollout.groups
-        without = "" if updated else " without an update (none of its groups was kept)"
-        lines.append(f"A step takes {seconds:.0f} s{without}, all {cfg.trainer.max_steps} take {hours:.1f} h.")
+        groups, steps = cfg.rollout.groups, cfg.trainer.max_steps
+        without = " without distillation from its sources" if cfg.remembers else ""
+        without = without if updated else " without an update (none of its groups was kept)"
+        lines.append(f"A step takes {_duration(seconds)}{without}, all {steps} take {_duration(steps * seconds)}.")
         moving = [start for start in starts.values() if 0 < start.pass_1 < 1]  # the others' error is not known
         if moving:
             steps = max(steps_to_see(start, groups, cfg.rollout.num_generations) for start in moving)
             lines[-1] += f" A gain of {100 * GAIN:.0f} points is seen in the mean of {steps} steps of {groups} groups."
     return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    """Write a duration with two digits at least: .04 -> 0.04 s, 75 -> 75 s, 400 -> 6.7 min, 9000 -> 2.5 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def first_advice(cfg: StarPORun, learner: Learner, groups: Sequence[Sequence[Trajectory]], parameters: int) -> str:

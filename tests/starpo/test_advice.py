@@ -167,6 +167,28 @@ def test_what_cannot_be_known_of_a_gain_is_not_said() -> None:
     assert "A gain of 5 points" in told and "A step takes 60 s without an update" in told
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.004, "A step takes 0.004 s, all 200 take 0.8 s."),
+        (2.5, "A step takes 2.5 s, all 200 take 8.3 min."),
+        (60.0, "A step takes 60 s, all 200 take 3.3 h."),
+        (150.0, "A step takes 2.5 min, all 200 take 8.3 h."),
+    ],
+)
+def test_a_fast_step_takes_more_than_0_s(seconds: float, words: str) -> None:
+    cfg = config().model_copy(update={"trainer": config().trainer.model_copy(update={"max_steps": 200})})
+    assert words in advice_text(cfg, {"frozen_lake": GOOD}, 1, seconds)
+
+
+def test_a_step_is_timed_without_distillation_and_says_so() -> None:
+    cfg = config()
+    sources = {"sources": [{"kind": "prompts", "path": "old.jsonl"}]}
+    taught = StarPORun.model_validate(cfg.model_dump(exclude_unset=True) | {"distillation": sources})
+    assert "s without distillation from its sources, all" in advice_text(taught, {"frozen_lake": GOOD}, 1, 60.0)
+    assert "distillation" not in advice_text(cfg, {"frozen_lake": GOOD}, 1, 60.0)
+
+
 def test_the_entropy_is_that_of_the_tokens() -> None:
     learner = Learner(config(), model := policy(), None)
     groups = played(model)
