@@ -316,7 +316,7 @@ class StarPORun(TrainingRun):
         if algorithm.critical:
             raise wrong(
                 f"`algorithm.advantage: {algorithm.advantage}` trains a critic on rewards, which `distillation.reward:"
-                " false` does not read: leave `advantage` out"
+                " false` does not read: write `algorithm.advantage: grpo`"
             )
         every_group = algorithm.model_copy(update={"filter": FilterSection(keep_zero=True)})
         object.__setattr__(self, "algorithm", every_group)
