@@ -110,8 +110,10 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
         return [*found, f"{few}; --advise {words.plays} more, and trains nothing."]
     if start.pass_1 > SATURATED:
         harder = f" ({env.harder})" if env.harder else ""
+        idle, won = 1 - start.differ, f"{start.pass_1:.0%} of the {words.episodes} succeed"
+        seen = f"{idle:.0%} of the groups teach nothing" if idle >= 0.005 else won
         found.append(
-            f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder {words.levels}{harder}, or"
+            f"Saturated: {seen}. Take harder {words.levels}{harder}, or"
             f" those that are not always {words.won} (envs.difficulty: auto), or fewer demonstrations before."
         )
     elif start.pass_k < HOPELESS and start.differ >= FEW:

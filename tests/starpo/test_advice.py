@@ -47,6 +47,7 @@ def test_a_start_is_counted() -> None:
     [
         ({}, 1e9, ["A good start: 80% of the groups teach."]),
         ({"pass_1": 0.95, "pass_k": 1.0, "differ": 0.1}, 1e9, ["Saturated: 90% of the groups teach nothing", "boxes"]),
+        ({"pass_1": 0.95, "pass_k": 1.0, "differ": 1.0}, 1e9, ["Saturated: 95% of the episodes succeed. Take harder"]),
         (
             {"pass_1": 0.0, "pass_k": 0.05, "differ": 0.1},
             1e9,
@@ -87,6 +88,7 @@ def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
         {"levels": 2},
         {"differ": 0.1},
         {"pass_1": 0.95},
+        {"pass_1": 0.95, "differ": 1.0},
         {"pass_k": 0.05, "pass_1": 0.0},
         {"pass_k": 0.05, "pass_1": 0.0, "differ": 0.1},
         {"entropy": 0.1},
