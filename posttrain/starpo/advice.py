@@ -78,10 +78,10 @@ class Start(NamedTuple):
     def figures(self, rewarded: bool = True, words: Words = OF_GAMES) -> str:
         """Return the figures in a line. rewarded: whether rewards are learned from."""
         differing = f", groups that differ {self.differ:.0%}" if rewarded else ""
+        of_groups = f", pass@{self.k} {self.pass_k:.0%}{differing}" if self.k > 1 else ""
         return (
-            f"{self.env}, {self.levels} {words.levels}: pass@1 {self.pass_1:.0%}, pass@{self.k} {self.pass_k:.0%}"
-            f"{differing}, entropy {self.entropy:.2f} nats a token, invalid turns {self.invalid:.0%}, cut-off answers"
-            f" {self.unfinished:.0%}"
+            f"{self.env}, {self.levels} {words.levels}: pass@1 {self.pass_1:.0%}{of_groups}, entropy {self.entropy:.2f}"
+            f" nats a token, invalid turns {self.invalid:.0%}, cut-off answers {self.unfinished:.0%}"
         )
 
 
@@ -94,6 +94,7 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
         rewarded: False where a teacher replaces the reward: groups need not differ.
     """
     found, words = list[str](), words_of([env.name])
+    rare = start.pass_k < HOPELESS * min(1, start.k / ANSWERS)  # k times the tries win at most k times the levels
     if start.unfinished > CUT_OFF:
         found.append(
             f"Answers are cut off: raise rollout.max_completion_length (now {answer_tokens}), or ask for shorter ones."
@@ -116,13 +117,13 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             f"Saturated: {seen}. Take harder {words.levels}{harder}, or"
             f" those that are not always {words.won} (envs.difficulty: auto), or fewer demonstrations before."
         )
-    elif start.pass_k < HOPELESS and start.differ >= FEW:
+    elif rare and start.differ >= FEW:
         reached = f"{start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}"
         counted = "; the partial rewards of this environment teach before anything is won."
         if env.name == "prompts":
             counted = ". A prompt counts as solved from a first reward of options.success (by default 1)."
         found.append(f"Rewards differ in {start.differ:.0%} of the groups, which teach, though {reached}{counted}")
-    elif start.pass_k < HOPELESS:
+    elif rare:
         easier = f" ({env.easier})" if env.easier else ""
         shown, prompt = "phase 1 on good answers", "a clearer prompt"
         if env.has("expert"):
@@ -131,7 +132,7 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}. First {shown},"
             f" {prompt}, or easier {words.levels}{easier}."
         )
-    elif start.differ < FEW:
+    elif start.differ < FEW and start.k > 1:
         found.append(
             f"Few groups teach: the rewards of {start.differ:.0%} differ. Take {words.levels} that are {words.won} now"
             f" and then (envs.difficulty: auto), or more {words.samples} (rollout.num_generations)."
@@ -142,7 +143,8 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             " a higher rollout.temperature."
         )
     if not found:
-        found.append(f"A good start: {start.differ:.0%} of the groups teach.")
+        teach = f"{start.differ:.0%} of the groups teach" if start.k > 1 else f"success is {start.pass_1:.0%}"
+        found.append(f"A good start: {teach}.")
     return found
 
 

@@ -99,6 +99,21 @@ def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
         assert re.findall(r".*\b(?:levels?|won|wins|plays?|episodes?)\b.*", text) == []
 
 
+@pytest.mark.parametrize(
+    ("k", "pass_k", "hopeless"), [(8, 0.09, False), (8, 0.04, True), (4, 0.04, False), (32, 0.09, True)]
+)
+def test_fewer_tries_need_not_win_as_much(k: int, pass_k: float, hopeless: bool) -> None:
+    start = GOOD._replace(pass_1=pass_k / k, pass_k=pass_k, k=k, differ=0.1)
+    (found,) = verdicts(start, envs.make("sokoban"), 64, 10**9)
+    assert found.startswith("Hopeless as it is" if hopeless else "Few groups teach")
+
+
+def test_single_episodes_are_no_groups() -> None:
+    start = GOOD._replace(pass_k=GOOD.pass_1, k=1, differ=0.0)
+    assert "pass@1 30%, entropy" in start.figures() and start.figures().count("pass@") == 1
+    assert verdicts(start, envs.make("sokoban"), 64, 10**9) == ["A good start: success is 30%."]
+
+
 def test_advice_asks_no_prompt_twice(tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text("".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(60)))
     section = EnvSection(name="prompts", options={"path": str(tmp_path / "few.jsonl")})
