@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from envs import TextEnv
 from posttrain.config import StarPORun
-from posttrain.metrics import pass_at
 from posttrain.rollout import open_env
 from posttrain.runtime import floats
 from posttrain.starpo.learner import Learner
@@ -38,7 +37,8 @@ class Start(NamedTuple):
 
     pass_1, pass_k: the chance that one, or one of k, episodes of a level succeeds. differ: the share of groups whose
     rewards differ. entropy: nats a token. invalid, unfinished: shares of turns. between, within: the variances of
-    success between levels, and between episodes of a level. levels: how many there were, k episodes of each.
+    success between levels, and between episodes of a level. levels: how many there were, k episodes of each. crashed:
+    share of the episodes, which are left out of all other figures.
     """
 
     env: str
@@ -52,36 +52,45 @@ class Start(NamedTuple):
     between: float
     within: float
     levels: int = LEVELS
+    crashed: float = 0.0
 
     @classmethod
     def of(cls, env: str, groups: Sequence[Sequence[Trajectory]], entropies: Sequence[float]) -> Start:
-        """Measure an environment's groups, all of one size; `entropies` are those of its episodes."""
-        size = len(groups[0])
+        """Measure an environment's groups, all of one size; `entropies` are those of its episodes.
+
+        At least one episode did not crash.
+        """
+        size, played = len(groups[0]), len(groups) * len(groups[0])
+        groups = [own for group in groups if (own := [t for t in group if not t.crashed])]
+        sizes = [len(group) for group in groups]
         won = [sum(t.success for t in group) for group in groups]
-        shares = [each / size for each in won]
-        within = fmean(share * (1 - share) for share in shares) * size / max(1, size - 1)  # without bias
+        shares = [each / count for each, count in zip(won, sizes, strict=True)]
+        unbiased = [count / max(1, count - 1) for count in sizes]
+        within = fmean(share * (1 - share) * each for share, each in zip(shares, unbiased, strict=True))
         turns = max(1, sum(t.turns for group in groups for t in group))
         return cls(
             env=env,
-            pass_1=fmean(won) / size,
-            pass_k=fmean(pass_at(size, size, each) for each in won),
+            pass_1=sum(won) / sum(sizes),
+            pass_k=fmean(each > 0 for each in won),
             k=size,
             differ=fmean(differs(group) for group in groups),
             entropy=fmean(entropies) if entropies else 0.0,
             invalid=sum(t.invalid_turns for group in groups for t in group) / turns,
             unfinished=sum(t.unfinished_turns for group in groups for t in group) / turns,
-            between=max(0.0, variance(shares) - within / size) if len(won) > 1 else 0.0,
+            between=max(0.0, variance(shares) - within * fmean(1 / count for count in sizes)) if len(won) > 1 else 0.0,
             within=within,
             levels=len(groups),
+            crashed=1 - sum(sizes) / played,
         )
 
     def figures(self, rewarded: bool = True, words: Words = OF_GAMES) -> str:
         """Return the figures in a line. rewarded: whether rewards are learned from."""
         differing = f", groups that differ {self.differ:.0%}" if rewarded else ""
         of_groups = f", pass@{self.k} {self.pass_k:.0%}{differing}" if self.k > 1 else ""
+        crashed = f", crashed {self.crashed:.0%}" if self.crashed else ""
         return (
             f"{self.env}, {self.levels} {words.levels}: pass@1 {self.pass_1:.0%}{of_groups}, entropy {self.entropy:.2f}"
-            f" nats a token, invalid turns {self.invalid:.0%}, cut-off answers {self.unfinished:.0%}"
+            f" nats a token, invalid turns {self.invalid:.0%}, cut-off answers {self.unfinished:.0%}{crashed}"
         )
 
 
@@ -238,8 +247,10 @@ def _duration(seconds: float) -> str:
 def first_advice(cfg: StarPORun, learner: Learner, groups: Sequence[Sequence[Trajectory]], parameters: int) -> str:
     """Return the same by what the first step played, before anything was learned from it."""
     titles = dict.fromkeys(group[0].env for group in groups)  # in the same order in all processes
-    starts = {
-        title: measure_start(learner, [group for group in groups if group[0].env == title], title) for title in titles
-    }
+    starts = dict[str, Start]()
+    for title in titles:
+        own = [group for group in groups if group[0].env == title]
+        if not all(t.crashed for group in own for t in group):
+            starts[title] = measure_start(learner, own, title)
     words = words_of(env.name for env in cfg.envs)
     return f"Before the first update, on training {words.levels}:\n{advice_text(cfg, starts, parameters)}"

@@ -42,6 +42,17 @@ def test_a_start_is_counted() -> None:
     assert start[1:3] + start[4:] == pytest.approx(expected[1:3] + expected[4:])
 
 
+def test_crashed_episodes_are_left_out_and_counted() -> None:
+    whole = [[episode(True), episode(False)], [episode(False), episode(False)]]
+    crashed = episode(False, invalid=2, unfinished=2)
+    crashed.crashed = "RuntimeError: x"
+    without = Start.of("frozen_lake", whole, [0.2])
+    assert without.crashed == 0 and "crashed" not in without.figures()
+    start = Start.of("frozen_lake", [[*group, crashed, crashed] for group in whole] + [[crashed] * 4], [0.2])
+    assert start._replace(crashed=0.0) == without._replace(k=4) and start.crashed == pytest.approx(8 / 12)
+    assert "cut-off answers 0%, crashed 67%" in start.figures()
+
+
 @pytest.mark.parametrize(
     ("changes", "parameters", "words"),
     [
@@ -223,6 +234,8 @@ def test_all_processes_measure_in_one_order(monkeypatch: pytest.MonkeyPatch) -> 
     learner: Any = None
     advice.first_advice(config(), learner, [[Trajectory(env=name)] for name in names], 1)
     assert found == names
+    advice.first_advice(config(), learner, [[Trajectory(env="never", crashed="RuntimeError: x")]], 1)
+    assert found == names  # there is nothing to measure
 
 
 def test_advice_is_given_and_nothing_is_kept(
