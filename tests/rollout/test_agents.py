@@ -26,7 +26,7 @@ from waiting import wait_until
 
 from posttrain.config import EnvSection, ProtocolSection
 from posttrain.models.chat import Chat
-from posttrain.rollout.agents import programs
+from posttrain.rollout.agents import programs, server
 from posttrain.rollout.agents.game import AgentGame
 from posttrain.rollout.agents.programs import Clock, ProgramEnd
 from posttrain.rollout.agents.requests import Asked
@@ -403,6 +403,29 @@ def test_a_program_that_waits_for_no_answer_ends(tmp_path: Path, tiny_chat: Chat
     t = game.trajectory
     assert "it did not wait for more answers than it may have in all (2)" in t.crashed
     assert (t.turns, t.truncated, t.terminated, t.reward) == (1, False, False, 0)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_too_many_connections_are_refused_in_words(
+    tmp_path: Path, tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 4)
+    code = f"""
+        url = urlsplit(os.environ["OPENAI_BASE_URL"])
+        idle = [http.client.HTTPConnection(url.hostname, url.port) for _ in range(4)]
+        for each in idle:
+            each.request("GET", url.path + "/models")
+            each.getresponse().read()
+        body = {{"messages": [user("a")]}}
+        status, text = send(body)
+        assert status == 503 and "More than 4 connections" in json.loads(text)["error"]["message"], text
+        if {ends}: sys.exit(1)
+        for each in idle: each.close()
+        while send(body)[0] == 503: pass
+        """
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, section(tmp_path, code))
+    words = "a request was refused (More than 4 connections are open here: close those without a request.)"
+    assert (words in t.crashed, t.crashed == "", t.turns) == (ends, not ends, 0 if ends else 1)
 
 
 def test_half_a_surrogate_pair_harms_nothing(tmp_path: Path, tiny_chat: Chat) -> None:
