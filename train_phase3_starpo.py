@@ -58,12 +58,14 @@ class Parts(NamedTuple):
 class Evaluation(NamedTuple):
     """What an evaluation shows.
 
-    metrics: by name. won: by environment, whether each of its levels was won, in the order of the levels. first: the
-    first two episodes of each environment, of those that this process played.
+    metrics: by name. won: by environment, whether each of its levels was won, in the order of the levels. earned: the
+    same of rewards without penalties. first: the first two episodes of each environment, of those that this process
+    played.
     """
 
     metrics: dict[str, float]
     won: dict[str, list[bool]]
+    earned: dict[str, list[float]]
     first: list[Trajectory]
 
 
@@ -322,15 +324,16 @@ def evaluate(
         summaries[env.title] = runtime.parallel.gather([starpo.Summary.of(t) for t in trajectories])
         first += trajectories[:2]
     won = {title: [episode.success for episode in played] for title, played in summaries.items()}
-    return Evaluation(starpo.describe_evaluation(name, summaries), won, first)
+    earned = {title: [episode.earned for episode in played] for title, played in summaries.items()}
+    return Evaluation(starpo.describe_evaluation(name, summaries), won, earned, first)
 
 
 def validate(parts: Parts, state: RunState, step: int) -> None:
-    """Evaluate on validation levels and old tasks; keep the policy as the best one where it wins more than the best."""
+    """Evaluate on validation levels and old tasks; keep the policy where it is better than the best so far."""
     cfg, learner, monitor, started_at = parts.cfg, parts.learner, parts.monitor, time.perf_counter()
     with learner.sampling():
         result = evaluate(cfg, parts.sampler, parts.chat, "validation", cfg.evaluation.episodes, begins=step == 0)
-    better, compared = monitor.compare_with_best(state, step, result.won)
+    better, compared = monitor.compare_with_best(state, step, result.won, result.earned)
     for title in state.join(cfg.envs, result.won):
         monitor.say(f"{title} joins: from the next step on it is trained in.")
     metrics = result.metrics | compared
@@ -345,7 +348,11 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     if broken and step == 0:
         raise UserError(f"{cfg.model.name_or_path} cannot be trained: {broken}.")
     if better and not broken:
-        state.best_step, state.best_success, state.best_won = step, metrics["evaluation/success"], result.won
+        state.best_step, success = step, metrics["evaluation/success"]
+        if (
+            cfg.rewarded or success >= state.best_success
+        ):  # else each policy might be a little worse than the one before
+            state.best_success, state.best_won, state.best_earned = success, result.won, result.earned
         starpo.run_state.save(Path(cfg.output_dir) / f"best-{step}", learner, parts.chat, state)
 
 

@@ -43,7 +43,7 @@ class TrainingEnvSection(EnvSection):
     after_success: float = Field("how often: success on the validation levels of an evaluation", 0.5, gt=0, le=1)
     difficulty: Literal["auto"] | None = Field(
         "auto: half of its groups play again a level of the last 16 steps that 20 to 80 % of its episodes won (arXiv"
-        " 2010.03934); null always draws new levels",
+        " 2010.03934), or, where none of them won, whose rewards differed; null always draws new levels",
         None,
     )
 
@@ -316,7 +316,7 @@ class StarPORun(TrainingRun):
         if algorithm.critical:
             raise wrong(
                 f"`algorithm.advantage: {algorithm.advantage}` trains a critic on rewards, which `distillation.reward:"
-                " false` does not read: leave `advantage` out"
+                " false` does not read: write `algorithm.advantage: grpo`"
             )
         every_group = algorithm.model_copy(update={"filter": FilterSection(keep_zero=True)})
         object.__setattr__(self, "algorithm", every_group)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from envs import TextEnv
 from posttrain.config import StarPORun
-from posttrain.metrics import pass_at
 from posttrain.rollout import open_env
 from posttrain.runtime import floats
 from posttrain.starpo.learner import Learner
@@ -38,7 +37,8 @@ class Start(NamedTuple):
 
     pass_1, pass_k: the chance that one, or one of k, episodes of a level succeeds. differ: the share of groups whose
     rewards differ. entropy: nats a token. invalid, unfinished: shares of turns. between, within: the variances of
-    success between levels, and between episodes of a level. levels: how many there were, k episodes of each.
+    success between levels, and between episodes of a level. levels: how many there were, k episodes of each. crashed:
+    share of the episodes, which are left out of all other figures.
     """
 
     env: str
@@ -52,36 +52,45 @@ class Start(NamedTuple):
     between: float
     within: float
     levels: int = LEVELS
+    crashed: float = 0.0
 
     @classmethod
     def of(cls, env: str, groups: Sequence[Sequence[Trajectory]], entropies: Sequence[float]) -> Start:
-        """Measure an environment's groups, all of one size; `entropies` are those of its episodes."""
-        size = len(groups[0])
+        """Measure an environment's groups, all of one size; `entropies` are those of its episodes.
+
+        At least one episode did not crash.
+        """
+        size, played = len(groups[0]), len(groups) * len(groups[0])
+        groups = [own for group in groups if (own := [t for t in group if not t.crashed])]
+        sizes = [len(group) for group in groups]
         won = [sum(t.success for t in group) for group in groups]
-        shares = [each / size for each in won]
-        within = fmean(share * (1 - share) for share in shares) * size / max(1, size - 1)  # without bias
+        shares = [each / count for each, count in zip(won, sizes, strict=True)]
+        unbiased = [count / max(1, count - 1) for count in sizes]
+        within = fmean(share * (1 - share) * each for share, each in zip(shares, unbiased, strict=True))
         turns = max(1, sum(t.turns for group in groups for t in group))
         return cls(
             env=env,
-            pass_1=fmean(won) / size,
-            pass_k=fmean(pass_at(size, size, each) for each in won),
+            pass_1=sum(won) / sum(sizes),
+            pass_k=fmean(each > 0 for each in won),
             k=size,
             differ=fmean(differs(group) for group in groups),
             entropy=fmean(entropies) if entropies else 0.0,
             invalid=sum(t.invalid_turns for group in groups for t in group) / turns,
             unfinished=sum(t.unfinished_turns for group in groups for t in group) / turns,
-            between=max(0.0, variance(shares) - within / size) if len(won) > 1 else 0.0,
+            between=max(0.0, variance(shares) - within * fmean(1 / count for count in sizes)) if len(won) > 1 else 0.0,
             within=within,
             levels=len(groups),
+            crashed=1 - sum(sizes) / played,
         )
 
     def figures(self, rewarded: bool = True, words: Words = OF_GAMES) -> str:
         """Return the figures in a line. rewarded: whether rewards are learned from."""
         differing = f", groups that differ {self.differ:.0%}" if rewarded else ""
+        of_groups = f", pass@{self.k} {self.pass_k:.0%}{differing}" if self.k > 1 else ""
+        crashed = f", crashed {self.crashed:.0%}" if self.crashed else ""
         return (
-            f"{self.env}, {self.levels} {words.levels}: pass@1 {self.pass_1:.0%}, pass@{self.k} {self.pass_k:.0%}"
-            f"{differing}, entropy {self.entropy:.2f} nats a token, invalid turns {self.invalid:.0%}, cut-off answers"
-            f" {self.unfinished:.0%}"
+            f"{self.env}, {self.levels} {words.levels}: pass@1 {self.pass_1:.0%}{of_groups}, entropy {self.entropy:.2f}"
+            f" nats a token, invalid turns {self.invalid:.0%}, cut-off answers {self.unfinished:.0%}{crashed}"
         )
 
 
@@ -94,6 +103,7 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
         rewarded: False where a teacher replaces the reward: groups need not differ.
     """
     found, words = list[str](), words_of([env.name])
+    rare = start.pass_k < HOPELESS * min(1, start.k / ANSWERS)  # k times the tries win at most k times the levels
     if start.unfinished > CUT_OFF:
         found.append(
             f"Answers are cut off: raise rollout.max_completion_length (now {answer_tokens}), or ask for shorter ones."
@@ -110,11 +120,19 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
         return [*found, f"{few}; --advise {words.plays} more, and trains nothing."]
     if start.pass_1 > SATURATED:
         harder = f" ({env.harder})" if env.harder else ""
+        idle, won = 1 - start.differ, f"{start.pass_1:.0%} of the {words.episodes} succeed"
+        seen = f"{idle:.0%} of the groups teach nothing" if idle >= 0.005 else won
         found.append(
-            f"Saturated: {1 - start.differ:.0%} of the groups teach nothing. Take harder {words.levels}{harder}, or"
+            f"Saturated: {seen}. Take harder {words.levels}{harder}, or"
             f" those that are not always {words.won} (envs.difficulty: auto), or fewer demonstrations before."
         )
-    elif start.pass_k < HOPELESS:
+    elif rare and start.differ >= FEW:
+        reached = f"{start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}"
+        counted = "; the partial rewards of this environment teach before anything is won."
+        if env.name == "prompts":
+            counted = ". A prompt counts as solved from a first reward of options.success (by default 1)."
+        found.append(f"Rewards differ in {start.differ:.0%} of the groups, which teach, though {reached}{counted}")
+    elif rare:
         easier = f" ({env.easier})" if env.easier else ""
         shown, prompt = "phase 1 on good answers", "a clearer prompt"
         if env.has("expert"):
@@ -123,7 +141,7 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}. First {shown},"
             f" {prompt}, or easier {words.levels}{easier}."
         )
-    elif start.differ < FEW:
+    elif start.differ < FEW and start.k > 1:
         found.append(
             f"Few groups teach: the rewards of {start.differ:.0%} differ. Take {words.levels} that are {words.won} now"
             f" and then (envs.difficulty: auto), or more {words.samples} (rollout.num_generations)."
@@ -134,7 +152,8 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             " a higher rollout.temperature."
         )
     if not found:
-        found.append(f"A good start: {start.differ:.0%} of the groups teach.")
+        teach = f"{start.differ:.0%} of the groups teach" if start.k > 1 else f"success is {start.pass_1:.0%}"
+        found.append(f"A good start: {teach}.")
     return found
 
 
@@ -207,9 +226,10 @@ def advice_text(
             lines += [start.figures(cfg.rewarded, words_of([section.name])), *(f"  {each}" for each in found)]
     lines += [text] if (text := rate_warning(cfg, parameters)) else []
     if seconds is not None and starts:
-        hours, groups = cfg.trainer.max_steps * seconds / 3600, cfg.rollout.groups
-        without = "" if updated else " without an update (none of its groups was kept)"
-        lines.append(f"A step takes {seconds:.0f} s{without}, all {cfg.trainer.max_steps} take {hours:.1f} h.")
+        groups, steps = cfg.rollout.groups, cfg.trainer.max_steps
+        without = " without distillation from its sources" if cfg.remembers else ""
+        without = without if updated else " without an update (none of its groups was kept)"
+        lines.append(f"A step takes {_duration(seconds)}{without}, all {steps} take {_duration(steps * seconds)}.")
         moving = [start for start in starts.values() if 0 < start.pass_1 < 1]  # the others' error is not known
         if moving:
             steps = max(steps_to_see(start, groups, cfg.rollout.num_generations) for start in moving)
@@ -217,11 +237,20 @@ def advice_text(
     return "\n".join(lines)
 
 
+def _duration(seconds: float) -> str:
+    """Write a duration with two digits at least: .04 -> 0.04 s, 75 -> 75 s, 400 -> 6.7 min, 9000 -> 2.5 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
 def first_advice(cfg: StarPORun, learner: Learner, groups: Sequence[Sequence[Trajectory]], parameters: int) -> str:
     """Return the same by what the first step played, before anything was learned from it."""
     titles = dict.fromkeys(group[0].env for group in groups)  # in the same order in all processes
-    starts = {
-        title: measure_start(learner, [group for group in groups if group[0].env == title], title) for title in titles
-    }
+    starts = dict[str, Start]()
+    for title in titles:
+        own = [group for group in groups if group[0].env == title]
+        if not all(t.crashed for group in own for t in group):
+            starts[title] = measure_start(learner, own, title)
     words = words_of(env.name for env in cfg.envs)
     return f"Before the first update, on training {words.levels}:\n{advice_text(cfg, starts, parameters)}"

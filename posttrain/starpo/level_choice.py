@@ -2,7 +2,8 @@
 
 A group teaches only if its episodes earn different rewards, which is likeliest where half of them succeed. So half of
 the groups of such an environment play again a level of the last steps in which a share of `HARDEST` to `EASIEST` of the
-episodes succeeded, as prioritized level replay does (arXiv 2010.03934). The choice follows from the run's seed and the
+episodes succeeded, as prioritized level replay does (arXiv 2010.03934). Where these steps had no success, as with
+graded rewards below it, they play again a level whose rewards differed. The choice follows from the run's seed and the
 records alone, so all processes and a resumed run make the same one.
 """
 
@@ -19,7 +20,8 @@ from posttrain.types import Trajectory, derive_seed
 HARDEST, EASIEST = 0.2, 0.8  # success of a level that is played again
 WINDOW = 16  # steps back: older successes are those of another policy
 
-Records = list[list[float]]  # [step, level seed, share of its episodes that succeeded] of each group, the oldest first
+# of each group, the oldest first: [step, level seed, share of its episodes that succeeded, whether rewards differed]
+Records = list[list[float]]
 
 
 def level_seeds(
@@ -46,9 +48,11 @@ def level_seeds(
 
 
 def _between(records: Records, last: int) -> list[int]:
-    """Return the levels whose last record, of the window that ends with step `last`, is of medium success."""
-    latest = {int(seed): success for step, seed, success in records if last - WINDOW < step <= last}
-    return [seed for seed, success in latest.items() if HARDEST <= success <= EASIEST]
+    """Return the levels whose last record, of the window that ends with step `last`, says that they can teach."""
+    latest = {int(seed): found for step, seed, *found in records if last - WINDOW < step <= last}
+    if any(success for success, _ in latest.values()):
+        return [seed for seed, (success, _) in latest.items() if HARDEST <= success <= EASIEST]
+    return [seed for seed, (_, differed) in latest.items() if differed]
 
 
 def record_levels(
@@ -63,11 +67,16 @@ def record_levels(
         kept = [each for each in state.levels.get(env, []) if each[0] > step - WINDOW - cfg.rollout.max_staleness]
         finished = [[t for t in group if not t.crashed] for group in groups]
         new = [
-            [step, group[0].level_seed, fmean(t.success for t in group)]
+            [step, group[0].level_seed, fmean(t.success for t in group), _differed(group)]
             for group in finished
             if group and group[0].env == env
         ]
-        before = {seed for _, seed, _ in kept}
-        figures[f"rollout/{env}/levels_again"] = sum(seed in before for _, seed, _ in new)
+        before = {seed for _, seed, *_ in kept}
+        figures[f"rollout/{env}/levels_again"] = sum(seed in before for _, seed, *_ in new)
         state.levels[env] = kept + new
     return figures
+
+
+def _differed(group: Sequence[Trajectory]) -> float:
+    """Return 1.0 where the rewards of a level differed; penalties say nothing about a level."""
+    return float(len({round(sum(t.turn_rewards), 10) for t in group}) > 1)

@@ -345,7 +345,8 @@ def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[
         source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), record],
         phase="phase3", step=state.best_step,
     )  # fmt: skip
-    print(f"Best on validation {words.levels}: step {state.best_step}. On test {words.levels}:")
+    chosen = "Best" if cfg.rewarded else "Last policy that is not worse"
+    print(f"{chosen} on validation {words.levels}: step {state.best_step}. On test {words.levels}:")
     for name, (success, low, high, levels) in shares.items():
         crashed = metrics[f"final/{name}/crashed"]
         print(

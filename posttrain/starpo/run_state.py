@@ -47,7 +47,10 @@ class RunState:
     """All that a run must remember beside weights and optimizer; `state.json` has the same keys.
 
     RunState(step=40, tokens=812345, plan={"rollout.slots": 256, ...}, best_step=20, best_success=0.61,
-             best_won={"frozen_lake": [True, False, ...]})
+             best_won={"frozen_lake": [True, False, ...]}, best_earned={"frozen_lake": [1.0, 0.0, ...]})
+
+    With `distillation.reward: false`, `best_success`, `best_won` and `best_earned` are of the highest success so far,
+    and the policy of `best_step` is not worse.
     """
 
     step: int = 0  # the last one that was played and learned from
@@ -58,6 +61,7 @@ class RunState:
     best_step: int = 0
     best_success: float = -1.0
     best_won: dict[str, list[bool]] = field(default_factory=dict[str, list[bool]])  # by environment: validation levels
+    best_earned: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # on them, without penalties
     joined: list[str] = field(default_factory=list[str])  # environments of the curriculum that are played by now
     levels: dict[str, list[list[float]]] = field(default_factory=dict[str, list[list[float]]])  # see `level_choice`
     first_answers: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by suite of former phases
@@ -80,7 +84,7 @@ class RunState:
 
     def forget_best(self) -> None:
         """Let the policy of this step stand in for a best that is damaged: any evaluation is better."""
-        self.best_step, self.best_success, self.best_won = self.step, -1.0, {}
+        self.best_step, self.best_success, self.best_won, self.best_earned = self.step, -1.0, {}, {}
 
 
 def changed(cfg: StarPORun, changes: Mapping[str, object]) -> StarPORun:

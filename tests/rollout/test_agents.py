@@ -26,9 +26,9 @@ from waiting import wait_until
 
 from posttrain.config import EnvSection, ProtocolSection
 from posttrain.models.chat import Chat
-from posttrain.rollout.agents import programs
+from posttrain.rollout.agents import programs, server
 from posttrain.rollout.agents.game import AgentGame
-from posttrain.rollout.agents.programs import Clock
+from posttrain.rollout.agents.programs import Clock, ProgramEnd
 from posttrain.rollout.agents.requests import Asked
 from posttrain.rollout.agents.server import AgentServer
 from posttrain.rollout.engines.base import Histories
@@ -374,6 +374,58 @@ def test_requests_that_nobody_waits_for_take_no_turn(tmp_path: Path, tiny_chat: 
     sampler = Answering(tiny_chat, echo, ready)
     (t,) = played(sampler, tiny_chat, section(tmp_path, code, turns=2))
     assert (t.crashed, t.turns, t.truncated) == ("", 1, False) and sampler.written < 5
+
+
+def test_a_program_that_waits_for_no_answer_ends(tmp_path: Path, tiny_chat: Chat) -> None:
+    """The clock stands still while it waits, and what nobody waits for takes no turn: neither limit would end it."""
+    env = section(tmp_path, "", turns=2)
+    episode = new_episode(env, ProtocolSection(), 0, "train")
+    assert not isinstance(episode, Trajectory)
+    game, stops = AgentGame(tiny_chat, episode, 100, 0), list[int]()
+    program: Any = SimpleNamespace(stop=lambda: stops.append(1))
+    game.program = program
+
+    def ask(text: str, *, waits: bool) -> Asked:
+        asked = Asked([{"role": "user", "content": text}], [])
+        if (turn := game.begin_turn(asked)) is not None:
+            asked.left = not waits
+            game.end_turn(turn, Completion([*tiny_chat.content_ids("1"), tiny_chat.stop_id], [0.0] * 2, True))
+        return asked
+
+    ask("a", waits=False)
+    assert ask("a", waits=True).answer.done() and game.trajectory.turns == 1  # who asks again gets the answer
+    for text in "bcd":
+        assert not stops
+        ask(text, waits=False)
+    refused: Any = ask("e", waits=True).answer.result(0)
+    assert stops == [1] and refused.status == 403
+    game.end(ProgramEnd(None, "", ""))
+    t = game.trajectory
+    assert "it did not wait for more answers than it may have in all (2)" in t.crashed
+    assert (t.turns, t.truncated, t.terminated, t.reward) == (1, False, False, 0)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_too_many_connections_are_refused_in_words(
+    tmp_path: Path, tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 4)
+    code = f"""
+        url = urlsplit(os.environ["OPENAI_BASE_URL"])
+        idle = [http.client.HTTPConnection(url.hostname, url.port) for _ in range(4)]
+        for each in idle:
+            each.request("GET", url.path + "/models")
+            each.getresponse().read()
+        body = {{"messages": [user("a")]}}
+        status, text = send(body)
+        assert status == 503 and "More than 4 connections" in json.loads(text)["error"]["message"], text
+        if {ends}: sys.exit(1)
+        for each in idle: each.close()
+        while send(body)[0] == 503: pass
+        """
+    (t,) = played(Answering(tiny_chat, echo), tiny_chat, section(tmp_path, code))
+    words = "a request was refused (More than 4 connections are open here: close those without a request.)"
+    assert (words in t.crashed, t.crashed == "", t.turns) == (ends, not ends, 0 if ends else 1)
 
 
 def test_half_a_surrogate_pair_harms_nothing(tmp_path: Path, tiny_chat: Chat) -> None:

@@ -42,12 +42,29 @@ def test_a_start_is_counted() -> None:
     assert start[1:3] + start[4:] == pytest.approx(expected[1:3] + expected[4:])
 
 
+def test_crashed_episodes_are_left_out_and_counted() -> None:
+    whole = [[episode(True), episode(False)], [episode(False), episode(False)]]
+    crashed = episode(False, invalid=2, unfinished=2)
+    crashed.crashed = "RuntimeError: x"
+    without = Start.of("frozen_lake", whole, [0.2])
+    assert without.crashed == 0 and "crashed" not in without.figures()
+    start = Start.of("frozen_lake", [[*group, crashed, crashed] for group in whole] + [[crashed] * 4], [0.2])
+    assert start._replace(crashed=0.0) == without._replace(k=4) and start.crashed == pytest.approx(8 / 12)
+    assert "cut-off answers 0%, crashed 67%" in start.figures()
+
+
 @pytest.mark.parametrize(
     ("changes", "parameters", "words"),
     [
         ({}, 1e9, ["A good start: 80% of the groups teach."]),
         ({"pass_1": 0.95, "pass_k": 1.0, "differ": 0.1}, 1e9, ["Saturated: 90% of the groups teach nothing", "boxes"]),
-        ({"pass_1": 0.0, "pass_k": 0.05}, 1e9, ["Hopeless as it is: 16 tries succeed on 5% of the levels", "demos"]),
+        ({"pass_1": 0.95, "pass_k": 1.0, "differ": 1.0}, 1e9, ["Saturated: 95% of the episodes succeed. Take harder"]),
+        (
+            {"pass_1": 0.0, "pass_k": 0.05, "differ": 0.1},
+            1e9,
+            ["Hopeless as it is: 16 tries succeed on 5% of the levels", "demos"],
+        ),
+        ({"pass_1": 0.0, "pass_k": 0.0}, 1e9, ["Rewards differ in 80% of the groups, which teach", "partial rewards"]),
         ({"differ": 0.0}, 1e9, ["Few groups teach: the rewards of 0% differ", "envs.difficulty: auto"]),
         ({"invalid": 0.6}, 1e9, ["format is not learnt"]),
         ({"unfinished": 0.5}, 1e9, ["raise rollout.max_completion_length (now 64)"]),
@@ -62,8 +79,16 @@ def test_what_follows_is_said(changes: dict[str, Any], parameters: float, words:
 
 
 def test_prompts_have_no_demonstrations_to_begin_with() -> None:
-    (found,) = verdicts(GOOD._replace(pass_1=0.0, pass_k=0.05), envs.make("prompts"), 64, 10**9)
+    start = GOOD._replace(pass_1=0.0, pass_k=0.05, differ=0.1)
+    (found,) = verdicts(start, envs.make("prompts"), 64, 10**9)
     assert "phase 1 on good answers" in found and "demos" not in found and "protocol." not in found
+
+
+def test_graded_rewards_of_prompts_teach_below_success() -> None:
+    """A reward of 0 to .9 never counts as solved, and all groups may differ."""
+    (found,) = verdicts(GOOD._replace(pass_1=0.0, pass_k=0.0, differ=1.0), envs.make("prompts"), 64, 10**9)
+    assert "differ in 100% of the groups" in found and "options.success (by default 1)" in found
+    assert "Hopeless" not in found
 
 
 def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
@@ -74,13 +99,30 @@ def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
         {"levels": 2},
         {"differ": 0.1},
         {"pass_1": 0.95},
+        {"pass_1": 0.95, "differ": 1.0},
         {"pass_k": 0.05, "pass_1": 0.0},
+        {"pass_k": 0.05, "pass_1": 0.0, "differ": 0.1},
         {"entropy": 0.1},
     ):
         start = GOOD._replace(env="prompts", **changes)
         text = "\n".join([advice_text(cfg, {"prompts": start}, 10**9), *verdicts(start, env, 64, 10**9)])
         assert f"prompts, {start.levels} prompts: pass@1" in text
         assert re.findall(r".*\b(?:levels?|won|wins|plays?|episodes?)\b.*", text) == []
+
+
+@pytest.mark.parametrize(
+    ("k", "pass_k", "hopeless"), [(8, 0.09, False), (8, 0.04, True), (4, 0.04, False), (32, 0.09, True)]
+)
+def test_fewer_tries_need_not_win_as_much(k: int, pass_k: float, hopeless: bool) -> None:
+    start = GOOD._replace(pass_1=pass_k / k, pass_k=pass_k, k=k, differ=0.1)
+    (found,) = verdicts(start, envs.make("sokoban"), 64, 10**9)
+    assert found.startswith("Hopeless as it is" if hopeless else "Few groups teach")
+
+
+def test_single_episodes_are_no_groups() -> None:
+    start = GOOD._replace(pass_k=GOOD.pass_1, k=1, differ=0.0)
+    assert "pass@1 30%, entropy" in start.figures() and start.figures().count("pass@") == 1
+    assert verdicts(start, envs.make("sokoban"), 64, 10**9) == ["A good start: success is 30%."]
 
 
 def test_advice_asks_no_prompt_twice(tmp_path: Path) -> None:
@@ -153,6 +195,28 @@ def test_what_cannot_be_known_of_a_gain_is_not_said() -> None:
     assert "A gain of 5 points" in told and "A step takes 60 s without an update" in told
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.004, "A step takes 0.004 s, all 200 take 0.8 s."),
+        (2.5, "A step takes 2.5 s, all 200 take 8.3 min."),
+        (60.0, "A step takes 60 s, all 200 take 3.3 h."),
+        (150.0, "A step takes 2.5 min, all 200 take 8.3 h."),
+    ],
+)
+def test_a_fast_step_takes_more_than_0_s(seconds: float, words: str) -> None:
+    cfg = config().model_copy(update={"trainer": config().trainer.model_copy(update={"max_steps": 200})})
+    assert words in advice_text(cfg, {"frozen_lake": GOOD}, 1, seconds)
+
+
+def test_a_step_is_timed_without_distillation_and_says_so() -> None:
+    cfg = config()
+    sources = {"sources": [{"kind": "prompts", "path": "old.jsonl"}]}
+    taught = StarPORun.model_validate(cfg.model_dump(exclude_unset=True) | {"distillation": sources})
+    assert "s without distillation from its sources, all" in advice_text(taught, {"frozen_lake": GOOD}, 1, 60.0)
+    assert "distillation" not in advice_text(cfg, {"frozen_lake": GOOD}, 1, 60.0)
+
+
 def test_the_entropy_is_that_of_the_tokens() -> None:
     learner = Learner(config(), model := policy(), None)
     groups = played(model)
@@ -170,6 +234,8 @@ def test_all_processes_measure_in_one_order(monkeypatch: pytest.MonkeyPatch) -> 
     learner: Any = None
     advice.first_advice(config(), learner, [[Trajectory(env=name)] for name in names], 1)
     assert found == names
+    advice.first_advice(config(), learner, [[Trajectory(env="never", crashed="RuntimeError: x")]], 1)
+    assert found == names  # there is nothing to measure
 
 
 def test_advice_is_given_and_nothing_is_kept(

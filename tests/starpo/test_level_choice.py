@@ -51,7 +51,7 @@ def test_without_the_key_every_level_is_new() -> None:
     cfg, state = run(difficulty=None), RunState()
     assert record_levels(cfg, state, [group(1, 2)], 1) == {} and state.levels == {}
     seeds = [derive_seed(cfg.seed, "level", 2, place) for place in range(8)]
-    assert level_seeds(cfg, cfg.envs * 8, 2, {"frozen_lake": [[1, 1, 0.5]]}) == seeds
+    assert level_seeds(cfg, cfg.envs * 8, 2, {"frozen_lake": [[1, 1, 0.5, 1.0]]}) == seeds
 
 
 def test_steps_that_may_be_under_way_and_old_ones_are_not_looked_at() -> None:
@@ -72,7 +72,22 @@ def test_crashed_episodes_say_nothing_about_a_level() -> None:
         t.crashed = "RuntimeError: x"
     crashed[3].success = True
     record_levels(cfg, state, [crashed, [*crashed[:3]]], 1)
-    assert state.levels["frozen_lake"] == [[1, 3, 1.0]]
+    assert state.levels["frozen_lake"] == [[1, 3, 1.0, 0.0]]
+
+
+def test_graded_rewards_without_a_success_choose_levels_whose_rewards_differ() -> None:
+    cfg, state = run(), RunState()
+    groups = [group(seed, 0) for seed in range(100)]
+    for played in groups[::2]:
+        for n, t in enumerate(played):
+            t.turn_rewards, t.turn_penalties = [n / 10], [0.0]
+    for n, t in enumerate(groups[1]):
+        t.turn_rewards, t.turn_penalties = [0.0], [-n / 10]  # of the format, as games with rewards of 0 and 1 have them
+    record_levels(cfg, state, groups, 1)
+    again = [seed for seed in level_seeds(cfg, cfg.envs * 64, 2, state.levels) if seed < 100]
+    assert 16 <= len(again) <= 48 and not any(seed % 2 for seed in again)
+    record_levels(cfg, state, [group(101, 2)], 2)  # a success: from then on it alone says what is medium
+    assert {seed for seed in level_seeds(cfg, cfg.envs * 64, 3, state.levels) if seed < 200} == {101}
 
 
 @pytest.mark.thorough

@@ -228,6 +228,19 @@ def test_the_chance_of_a_gain_is_that_of_fair_coins() -> None:
         )
 
 
+def test_the_chance_of_a_rise_is_that_of_random_signs() -> None:
+    draw = np.random.default_rng(0)
+    for up, down in ((0, 0), (3, 1), (5, 5), (7, 0), (0, 2), (13, 6), (20, 4)):
+        before, after = [0.0] * up + [1.0] * down + [1.0], [1.0] * up + [0.0] * down + [1.0]
+        expected = metrics.chance_of_gain([bool(x) for x in before], [bool(x) for x in after])
+        assert metrics.chance_of_rise(before, after) == pytest.approx(expected, abs=0 if up + down < 15 else 0.01)
+    for count in (6, 40):  # equal policies with graded rewards of any scale are exchanged as often as is allowed
+        pairs = draw.exponential(size=(100, 2, count)) ** 2
+        found = np.array([metrics.chance_of_rise(before, after) for before, after in pairs.tolist()])
+        assert (found <= 0.05).mean() <= 0.1
+    assert metrics.chance_of_rise([0.0] * 32, [0.1] * 32) <= 0.05 / 1000
+
+
 @pytest.mark.parametrize("size, won", [(1, 0), (1, 1), (4, 0), (4, 1), (5, 3), (6, 6)])
 def test_pass_at_k_is_the_share_of_choices_that_hold_a_success(size: int, won: int) -> None:
     for k in range(1, size + 1):

@@ -89,25 +89,60 @@ def chosen(curve: list[float], levels: int, rng: np.random.Generator, stops_earl
     stops_early: at the last of them, where more were to come.
     """
     trainer, evaluation = SimpleNamespace(max_steps=len(curve) - 1 + stops_early), SimpleNamespace(every=1)
-    cfg = SimpleNamespace(trainer=trainer, evaluation=evaluation)
+    cfg = SimpleNamespace(trainer=trainer, evaluation=evaluation, rewarded=True)
     monitor: Any = SimpleNamespace(cfg=cfg, say=lambda text: None, words=OF_GAMES)
     state = RunState()
     for step, share in enumerate(curve):
         won = {"line": (rng.random(levels) < chances(share, levels)).tolist()}
+        earned = {"line": [float(each) for each in won["line"]]}
         state.stopped_early = stops_early and step == len(curve) - 1
-        better, _ = Monitor.compare_with_best(monitor, state, step, won)
+        better, _ = Monitor.compare_with_best(monitor, state, step, won, earned)
         if better:
-            state.best_step, state.best_won = step, won
+            state.best_step, state.best_won, state.best_earned = step, won, earned
     return state.best_step
+
+
+def prompts_monitor(said: list[str], rewarded: bool = True) -> Any:
+    trainer, evaluation = SimpleNamespace(max_steps=2), SimpleNamespace(every=1)
+    cfg = SimpleNamespace(trainer=trainer, evaluation=evaluation, rewarded=rewarded)
+    return SimpleNamespace(cfg=cfg, say=said.append, words=words_of(["prompts", "prompts"]))
 
 
 def test_an_evaluation_of_prompts_speaks_of_prompts() -> None:
     said: list[str] = []
-    cfg = SimpleNamespace(trainer=SimpleNamespace(max_steps=2), evaluation=SimpleNamespace(every=1))
-    monitor: Any = SimpleNamespace(cfg=cfg, say=said.append, words=words_of(["prompts", "prompts"]))
-    Monitor.compare_with_best(monitor, RunState(best_won={"p": [False, True]}), 1, {"p": [True, True]})
+    state = RunState(best_won={"p": [False, True]}, best_earned={"p": [0.0, 1.0]})
+    Monitor.compare_with_best(prompts_monitor(said), state, 1, {"p": [True, True]}, {"p": [1.0, 1.0]})
     assert "step 1: 100.0% of validation prompts solved, +50.0 points against step 0 on the same prompts." in said[0]
     assert words_of(["prompts", "sokoban"]) == words_of([]) == OF_GAMES
+
+
+@pytest.mark.parametrize("solved", [False, True])
+@pytest.mark.parametrize(
+    ("earned", "better"),
+    [([0.5, 0.6, 0.4, 0.3, 0.9, 0.8], True), ([0.5, 0.6, 0.4, 0.3, 0.0, 0.0], False), ([0.0] * 6, False)],
+)
+def test_where_success_is_constant_rewards_are_compared(solved: bool, earned: list[float], better: bool) -> None:
+    """Six of six levels rise by chance with 1 in 64, four of four with 1 in 16."""
+    said: list[str] = []
+    won = {"p": [solved] * 6}
+    state = RunState(best_won=won, best_earned={"p": [0.0] * 6})
+    found, figures = Monitor.compare_with_best(prompts_monitor(said), state, 2, won, {"p": earned})
+    assert (found, figures["evaluation/over_best"]) == (better, 0.0)
+    assert ("mean reward" in said[0]) == any(earned) and ("The new best." in said[0]) == better
+    mixed = {"p": [*won["p"][1:], not solved]}  # success differs between levels: it alone is compared
+    assert not Monitor.compare_with_best(prompts_monitor(said), state, 2, mixed, {"p": earned})[0]
+    assert "mean reward" not in said[1]
+
+
+@pytest.mark.parametrize(("wins", "kept"), [(8, True), (5, True), (4, True), (3, False), (0, False)])
+def test_without_rewards_the_last_policy_that_is_not_worse_is_kept(wins: int, kept: bool) -> None:
+    """Of eight levels, equal policies lose four with a chance of 1 in 16, and five with 1 in 32."""
+    said: list[str] = []
+    state = RunState(best_step=1, best_won={"p": [True] * 8}, best_earned={"p": [1.0] * 8})
+    won = {"p": [n < wins for n in range(8)]}
+    monitor = prompts_monitor(said, rewarded=False)
+    found, _ = Monitor.compare_with_best(monitor, state, 2, won, {"p": [float(each) for each in won["p"]]})
+    assert found == kept and ("kept: this one." if kept else "kept: that of step 1.") in said[0]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

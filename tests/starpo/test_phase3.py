@@ -939,6 +939,45 @@ def test_the_best_policy_wins_more_of_the_same_levels(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("rewarded", "wins", "rewards", "chosen"),
+    [
+        (True, [0, 0, 0], [0.0, 0.5, 0.9], 2),  # graded rewards below `success`
+        (False, [6, 4, 0], [0.0, 0.0, 0.0], 1),  # a teacher alone: four are not fewer than six, and none is
+    ],
+)
+def test_what_is_chosen_without_a_gain_in_success(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    rewarded: bool, wins: list[int], rewards: list[float], chosen: int,
+) -> None:  # fmt: skip
+    """Also in a run that is resumed from its first checkpoint."""
+    real, begun = phase3.evaluate, [0, 1, 2]
+
+    def evaluate(*given: Any, **named: Any) -> phase3.Evaluation:
+        result = real(*given, **named)
+        if named.get("name") == "final":
+            return result
+        count, reward = wins[begun[0]], rewards[begun.pop(0)]
+        metrics = result.metrics | {"evaluation/success": count / 8}
+        won, earned = {"frozen_lake": [n < count for n in range(8)]}, {"frozen_lake": [reward] * 8}
+        return result._replace(metrics=metrics, won=won, earned=earned)
+
+    monkeypatch.setattr(phase3, "evaluate", evaluate)
+    taught = {} if rewarded else {"distillation": {"teacher": str(player), "reward": False}}
+    every = {"trainer": {"max_steps": 2}, "evaluation": {"every": 1}, "transcripts": {"every": 9}}
+    file = settings(tmp_path / "run.yaml", player, **every, **taught)
+    train(file)
+    run, table = tmp_path / "run", rows(tmp_path / "run")
+    assert checkpoint.verify(run / "final")["meta"]["step"] == chosen
+    for later in ("checkpoint-2", "final"):
+        shutil.rmtree(run / later)
+    begun[:] = [2]
+    train(file, "--resume")
+    assert rows(run) == table and begun == []
+    assert checkpoint.verify(run / "final")["meta"]["step"] == chosen
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("updates", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_diverges_fails_with_its_best_policy_saved(
     player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], updates: int

@@ -33,9 +33,9 @@ def test_a_state_of_another_version_is_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_a_best_that_is_damaged_is_beaten_by_any() -> None:
-    state = RunState(step=7, best_step=4, best_success=0.9, best_won={"lake": [True]})
+    state = RunState(step=7, best_step=4, best_success=0.9, best_won={"lake": [True]}, best_earned={"lake": [1.0]})
     state.forget_best()
-    assert (state.best_step, state.best_success, state.best_won) == (7, -1.0, {})
+    assert (state.best_step, state.best_success, state.best_won, state.best_earned) == (7, -1.0, {}, {})
 
 
 def test_a_config_is_changed_by_dotted_paths_and_checked() -> None:

@@ -119,6 +119,7 @@ class AgentGame:
         self._places: dict[str, AnswerPlace] = {}  # by the digest of a conversation that ends with an answer
         self.refused = ""  # why the last request was refused, if no answer came after it
         self._unclaimed: dict[str, list[tuple[PendingTurn, Completion]]] = {}  # answers that nobody waited for any more
+        self._abandoned = 0  # how many those were, without those that a repeated request was given
         self._answers: dict[str, tuple[AgentAnswer, list[Asked]]] = {}  # the last to each, and who waited for it
         self._asked: dict[str, int] = {}  # how often each request has been answered
 
@@ -126,6 +127,9 @@ class AgentGame:
         """Return the turn to write for a request; None where it needs none, or has to wait for those before it."""
         if self.over:
             asked.answer.set_result(Refusal(410, "This episode is over."))
+            return None
+        if self.impatient:
+            asked.answer.set_result(Refusal(403, "This program did not wait for too many answers."))
             return None
         if self.repeats(asked):
             return None
@@ -160,6 +164,11 @@ class AgentGame:
         self.refused = f"The prompt has {length}, and a prompt of this run has at most {self.most_tokens:g} tokens."
         asked.answer.set_result(Refusal(400, self.refused, TOO_LONG))
 
+    @property
+    def impatient(self) -> bool:
+        """Return whether more answers were written in vain than the episode may have turns: it could go on forever."""
+        return self._abandoned > self.most_turns
+
     def held_requests(self) -> list[Asked]:
         """Return the requests that waited for those before them, which may take all turns that are left."""
         held, self._held = self._held, []
@@ -173,13 +182,16 @@ class AgentGame:
     def end_turn(self, turn: PendingTurn, completion: Completion) -> bool:
         """Record an answer and send it; return whether the sampler's conversation still has the context's ids.
 
-        An answer that nobody waits for any more is not a part of the episode.
+        An answer that nobody waits for any more is not a part of the episode. One too many ends it.
         """
         self.drop_turn(turn)
         if self.over:
             return False
         if not turn.wanted:
             self._unclaimed.setdefault(turn.asked.digest, []).append((turn, completion))
+            self._abandoned += 1
+            if self.impatient and self.program:
+                self.program.stop()
             return False
         self._record(turn, completion)
         return turn.ends_with(completion)
@@ -224,7 +236,10 @@ class AgentGame:
         trajectory.out_of_context = self.out_of_context and bool(ended.problem)
         trajectory.truncated = self.out_of_turns or trajectory.out_of_context
         trajectory.terminated = not trajectory.truncated
-        if last is None:
+        if self.impatient:
+            words = f"it did not wait for more answers than it may have in all ({self.most_turns})"
+            trajectory.crashed = f"{PROGRAM_CRASHED}: {words}. Raise the time-out of its client"
+        elif last is None:
             reason = ended.problem or "it ended with exit code 0"
             asked = f"a request was refused ({self.refused})" if self.refused else "the model was asked for no answer"
             trajectory.crashed = f"{PROGRAM_CRASHED}: {asked}, and {reason}"
@@ -275,6 +290,7 @@ class AgentGame:
             segment = turn.branch.segment
             if not turn.branch.busy and (segment is None or len(segment.ids) == len(turn.ids) - turn.new):
                 turn.asked, turn.others = asked, []
+                self._abandoned -= 1
                 self._record(turn, completion)
                 return True
         if asked.digest not in self._answers:

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sized
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +39,7 @@ class AgentServer:
 
     def __init__(self) -> None:
         self._games: dict[str, tuple[AgentGame, Ask]] = {}
+        self._connections: Sized = ()  # that are open
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(1024)  # whoever asks before the server runs waits for it
@@ -67,9 +68,11 @@ class AgentServer:
 
         config = uvicorn.Config(
             self._application(), log_level="critical", http=patient_protocol(), ws="none", lifespan="off",
-            limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=600,
+            timeout_keep_alive=600,
         )  # fmt: skip
-        asyncio.run(uvicorn.Server(config).serve([self._socket]))
+        server = uvicorn.Server(config)
+        self._connections = server.server_state.connections
+        asyncio.run(server.serve([self._socket]))
 
     def _application(self) -> Any:
         from fastapi import FastAPI, HTTPException
@@ -100,6 +103,9 @@ class AgentServer:
         if scheme.lower() != "bearer" or key not in self._games:
             return refusal(Refusal(401, "The key is missing, or its episode is over."))
         game, ask = self._games[key]
+        if len(self._connections) > MOST_CONNECTIONS:  # each takes a file descriptor of this process
+            game.refused = f"More than {MOST_CONNECTIONS} connections are open here: close those without a request."
+            return refusal(Refusal(503, game.refused))
         raw, loop = await request.body(), asyncio.get_running_loop()
         try:
             asked = await loop.run_in_executor(None, read_request, raw)
@@ -143,9 +149,11 @@ def server_of(process: int) -> AgentServer:
 def refusal(refused: Refusal) -> Response:
     from fastapi.responses import JSONResponse
 
+    body = openai_error(refused.words, refused.status, refused.code)
+    if refused.status == 503:  # later there may be room
+        return JSONResponse(body, refused.status, {"connection": "close"})
     # the openai client would repeat a request without this header; a repeated one is refused again
-    body, headers = openai_error(refused.words, refused.status, refused.code), {"x-should-retry": "false"}
-    return JSONResponse(body, refused.status, headers)
+    return JSONResponse(body, refused.status, {"x-should-retry": "false"})
 
 
 def head(body: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -42,23 +42,26 @@ class Summary(NamedTuple):
     logprob: float  # sum over the sampled tokens
     context: int  # tokens of the longest context
     reward: float
+    earned: float  # the reward without penalties
     calls: int | None  # of tools; None without
     failed_calls: int | None
 
     @classmethod
     def of(cls, t: Trajectory) -> Summary:
         """Summarise an episode of a rollout."""
-        same = {name: getattr(t, name) for name in cls._fields if name not in ("actions", "logprob")}
+        same = {name: getattr(t, name) for name in cls._fields if name not in ("actions", "logprob", "earned")}
         same |= {name: bool(same[name]) for name in ("success", "terminated", "truncated", "crashed")}
         same["level_key"] = t.level_key or f"never begun: {t.level_seed}"
-        return cls(**same, actions=len(t.actions), logprob=sum(t.sampled_logprobs))
+        return cls(
+            **same, actions=len(t.actions), logprob=sum(t.sampled_logprobs), earned=float(sum(t.turn_rewards))
+        )  # fmt: skip
 
     @classmethod
     def of_record(cls, record: Record) -> Summary:
         """Summarise a row of the evaluator or of a scripted policy; a field that it lacks is 0 or False."""
         kept: Record = {name: record.get(name, 0) for name in cls._fields}
         kept |= {"success": bool(record["success"]), "crashed": bool(kept["crashed"]), "level_key": record["level"]}
-        kept |= {"reward": record["return"], "actions": 0}
+        kept |= {"reward": record["return"], "earned": record["return"], "actions": 0}
         kept |= {name: record.get(name) for name in ("calls", "failed_calls")}
         return cls(**kept)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from posttrain.config import StarPORun
-from posttrain.metrics import chance_of_gain, paired_difference
+from posttrain.metrics import chance_of_gain, chance_of_rise, paired_difference
 from posttrain.models import Chat
 from posttrain.runtime import dashboards, runlog
 from posttrain.starpo.experience import Experience
@@ -75,29 +76,52 @@ class Monitor:
         transcripts.show_validation(self.cfg, played, step, self.boards, self.say)
 
     def compare_with_best(
-        self, state: RunState, step: int, won: dict[str, list[bool]]
+        self, state: RunState, step: int, won: dict[str, list[bool]], earned: dict[str, list[float]]
     ) -> tuple[bool, dict[str, float]]:
         """Return whether this policy wins more validation levels than the best so far, and figures of the difference.
 
-        An equal policy may become the best with a probability of at most EVIDENCE in the last evaluation, and of at
-        most EVIDENCE in all evaluations before it together.
+        Where both win all or none of them, it has to earn more. Where rewards are not learned from, it must not win
+        fewer. An equal policy may become the best, or be refused for fewer, with a probability of at most EVIDENCE in
+        the last evaluation, and of at most EVIDENCE in all evaluations before it together.
+
+        Args:
+            won, earned: by environment, of each level; `earned` without penalties.
         """
         if not state.best_won:
             return True, {}
         gain, error = paired_difference(state.best_won, won)
-        chance = chance_of_gain(*([one for name in won for one in wins[name]] for wins in (state.best_won, won)))
+        before, after = ([one for name in won for one in wins[name]] for wins in (state.best_won, won))
         before_the_last = math.ceil(self.cfg.trainer.max_steps / self.cfg.evaluation.every) - 1
         last = state.stopped_early or step == self.cfg.trainer.max_steps
         allowed = EVIDENCE if last else EVIDENCE / max(1, before_the_last)
-        better = chance <= allowed
         success = sum(sum(levels) / len(levels) for levels in won.values()) / len(won)
         words = self.words
-        self.say(
-            f"step {step}: {success:.1%} of validation {words.levels} {words.won}, {100 * gain:+.1f} points against"
-            f" step {state.best_step} on the same {words.levels}. By chance alone, such a gain has a probability of"
-            f" {chance:.2g} (limit: {allowed:.2g}). "
-            + ("The new best." if better else f"Step {state.best_step} remains the best.")
-        )
+        shown = f"step {step}: {success:.1%} of validation {words.levels} {words.won}, "
+        points, same = f"{100 * gain:+.1f} points", f"on the same {words.levels}. By chance alone,"
+        if not self.cfg.rewarded:
+            chance = chance_of_gain(after, before)
+            better = chance > allowed
+            self.say(
+                f"{shown}{points} against the highest success so far {same} it is that low with a probability of"
+                f" {chance:.2g} (limit: {allowed:.2g}). Rewards are not learned from, so the last policy that is not"
+                f" worse is kept: " + ("this one." if better else f"that of step {state.best_step}.")
+            )
+        else:
+            chance = chance_of_gain(before, after)
+            if len({*before, *after}) == 1 and earned != state.best_earned:  # success cannot tell them apart
+                rise, _ = paired_difference(state.best_earned, earned)
+                mean = fmean(fmean(levels) for levels in earned.values())
+                shown += f"as at step {state.best_step}; mean reward {mean:.3g}, "
+                points = f"{rise:+.3g}"
+                chance = chance_of_rise(
+                    *([one for name in won for one in of[name]] for of in (state.best_earned, earned))
+                )
+            better = chance <= allowed
+            self.say(
+                f"{shown}{points} against step {state.best_step} {same} such a gain has a probability of {chance:.2g}"
+                f" (limit: {allowed:.2g}). "
+                + ("The new best." if better else f"Step {state.best_step} remains the best.")
+            )
         return better, {"evaluation/over_best": gain, "evaluation/over_best_error": error}
 
     def stop_early(self, state: RunState, success: float) -> None:
