@@ -83,7 +83,8 @@ class Prompts(TextEnv):
     - `render_mode=None`: or "ansi".
 
     A data set with the splits train, validation and test keeps them; where one is missing, it is held out of train by
-    hash of the prompt. `info["rewards"]` holds what each function gave.
+    hash of the row's prompt, whatever the system message; with `template`, of the column `prompt`, or else of the
+    columns that the template uses. `info["rewards"]` holds what each function gave.
     """
 
     name = "prompts"

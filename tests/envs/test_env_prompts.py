@@ -15,7 +15,7 @@ from envs import make
 from envs.base import LateReward
 from envs.episode import Episode
 from envs.prompts import TrainerState
-from envs.prompts.rows import Rows, conversation_of
+from envs.prompts.rows import Rows, conversation_of, table_of
 from envs.protocol import Protocol
 from envs.web import NoAnswer
 
@@ -412,6 +412,38 @@ def test_splits_of_a_data_set_stay_apart(tmp_path: Path) -> None:
     assert not seen["train"] & seen["validation"] and not seen["train"] & seen["test"]
     assert all(int(text.split()[1]) >= 1000 for text in seen["test"]), "its own test rows"
     assert all(int(text.split()[1]) < 1000 for text in seen["validation"]), "held out of its training rows"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"system": "Be brief."},
+        {"system": "Be long."},
+        {"template": "{{ question }}"},
+        {"template": "Think. {% if question %}{{ question }}{% endif %}", "system": "Be brief."},
+        {"template": "{{ question }} Hint: {{ hint }}", "prompt": "question"},
+    ],
+)
+def test_rows_stay_in_their_split_whatever_the_words_around_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "hint": str(n)} for n in range(60)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    plain, other = (
+        table_of(Rows(path, None, None, *(given.get(name) for name in ("prompt", "template", "system"))))
+        for given in ({}, options)
+    )
+    assert set(plain.splits) == {"train", "validation", "test"} and other.splits == plain.splits
+
+
+def test_a_question_under_two_system_messages_is_in_one_split(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {n} + 1?", "system": who} for n in range(40) for who in ("Be brief.", "Be long.")]
+    table = table_of(Rows(write(tmp_path / "rows.jsonl", rows), None, None, None, None, None))
+    assert table.splits[::2] == table.splits[1::2] and table.keys[0] != table.keys[1]
+
+
+def test_without_the_column_of_the_split_a_template_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "a", "answer": "1"}])
+    with pytest.raises(ValueError, match='no column "prmpt", only question'):
+        make("prompts", path=path, template="{{ question }}", prompt="prmpt")
 
 
 @pytest.mark.parametrize(
