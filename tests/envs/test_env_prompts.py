@@ -396,6 +396,37 @@ def test_a_user_of_your_own_answers_until_it_is_satisfied(module: Module) -> Non
     assert lost.done and not lost.success
 
 
+def test_a_column_with_the_name_of_a_parameter_is_left_out(tmp_path: Path, module: Module) -> None:
+    name = module(
+        "def reply(messages, **columns): return f'{len(messages)} {sorted(columns)}'\n"
+        "def few(said, answer): return answer\n"
+        "class Object:\n"
+        "    def __call__(self, messages, **columns): return f'{len(messages)} {sorted(columns)}'\n"
+        "made = Object()\n"
+    )
+    turns = [{"role": "user", "content": "a"}]
+    path = write(tmp_path / "rows.jsonl", [{"messages": turns, "answer": "1", "self": "x", "said": "y"}])
+    for function, said in (
+        ("reply", "2 ['answer', 'said', 'self']"),
+        ("few", "1"),
+        ("made", "2 ['answer', 'said']"),
+    ):
+        assert answer(make("prompts", path=path, reply=f"{name}:{function}"), "b").messages[-1]["content"] == said
+
+
+def test_a_reply_that_cannot_be_called_is_told_at_the_start(module: Module) -> None:
+    name = module("def short(): return 'a'\ndef f(messages, mood): return 'a'\ntext = 'a'\n")
+    for function, words in (
+        ("short", "has the parameters () and cannot be called"),
+        ("f", "(missing a required argument: 'mood'). It is called with (messages, **columns), and the columns are"),
+        ("text", "is not a function"),
+        ("absent", "has no absent"),
+    ):
+        with pytest.raises(ValueError) as error:
+            make("prompts", reply=f"{name}:{function}")
+        assert words in str(error.value) and f"reply={name}:{function}" in str(error.value)
+
+
 def test_splits_of_a_data_set_stay_apart(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
