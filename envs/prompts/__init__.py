@@ -136,6 +136,7 @@ class Prompts(TextEnv):
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
         self.reply = None if reply is None else reply_of(reply, self.table.columns)
         self.reset_columns: tuple[str, ...] = ()
+        self.begun = False  # the environment that was made here is that of the first episode
         if environment:
             self.reset_columns = columns_for(self.environment.reset, f"reset of {environment}", self.table.columns)
         self.methods = methods_of(self.environment) if environment else []
@@ -182,14 +183,16 @@ class Prompts(TextEnv):
     def _begin_environment(self) -> None:
         """Begin the episode of a new environment in TRL's style; its methods take the place of the former one's."""
         assert self.make_environment is not None
-        self.environment = self.make_environment()
+        if self.begun:
+            others = [tool for tool in self.tools if tool not in self.methods]
+            self.environment = self.make_environment()
+            self.methods = methods_of(self.environment)
+            self.tools = [*self.methods, *others]
+        self.begun = True
         opening = self.environment.reset(**{name: self.row[name] for name in self.reset_columns})
         said = "" if opening is None else text_in(opening)
         if said is None:
             raise ValueError(f"reset returned {opening!r:.80}; it returns a text for the prompt, text parts, or None")
-        others = [tool for tool in self.tools if tool not in self.methods]
-        self.methods = methods_of(self.environment)
-        self.tools = [*self.methods, *others]
         *before, last = self.conversation.prompt
         prompt = [*before, last | {"content": last["content"] + said}]
         self.conversation = self.conversation._replace(prompt=prompt, given=prompt)

@@ -153,6 +153,14 @@ def test_reset_is_given_the_columns_that_it_takes(tmp_path: Path) -> None:
         assert Episode(env, Protocol(), 1, "train").messages[-1]["content"].endswith(". Count to 3.")
 
 
+def test_an_episode_makes_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(Counter, "__init__", lambda self: made.append(1))
+    env = opened(tmp_path, "Judge")
+    assert Episode(env, Protocol(), 1, "train").env.tools and len(made) == 1
+    assert Episode(env, Protocol(), 2, "train").env.tools and len(made) == 2
+
+
 def test_what_reset_says(tmp_path: Path) -> None:
     plain = Episode(opened(tmp_path, "Silent", rewards=["length"]), Protocol(), 1, "train")
     assert plain.messages[-1]["content"].startswith("Hello") and plain.messages[-1]["content"].endswith(".")
