@@ -93,12 +93,12 @@ def tool_of(path: str) -> Tool:
     return Tool(function, path)
 
 
-def tools_of(paths: Sequence[str]) -> list[Tool]:
-    """Return the tools that paths name. ValueError where two have the same name."""
-    tools = [tool_of(path) for path in paths]
+def tools_of(paths: Sequence[str], own: Sequence[Tool] = ()) -> list[Tool]:
+    """Return an environment's own tools and those that paths name. ValueError where two have the same name."""
+    tools = [*own, *(tool_of(path) for path in paths)]
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two tools have the name {twice}, by which the model calls them: rename one function.")
+        raise ValueError(f"two tools have the name {twice}, by which the model calls them: rename one function or method.")
     return tools
 
 

@@ -15,7 +15,7 @@ import pytest
 import envs
 from envs.episode import Episode
 from envs.protocol import Protocol
-from envs.tools import MOST_CHARACTERS, Call, Tool, answer_of, methods_of, tool_of
+from envs.tools import MOST_CHARACTERS, Call, Tool, answer_of, methods_of, tool_of, tools_of
 from examples import own_tool
 from examples.own_search import search, write_questions
 from examples.own_tool import calculate
@@ -161,6 +161,15 @@ class Counter:
     def _hidden(self) -> None: ...
 
 
+def step(by: int) -> str:
+    """Count on.
+
+    Args:
+        by: how far
+    """
+    return str(by)
+
+
 TOOLS = [Tool(function, "here") for function in (add, look, wait)]
 
 
@@ -244,6 +253,13 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_words(path: str, words: 
     with pytest.raises(ValueError, match=words) as caught:
         tool_of(path)
     assert path in str(caught.value)
+
+
+def test_a_method_and_a_function_with_one_name_are_refused() -> None:
+    environment = Counter()
+    with pytest.raises(ValueError, match="two tools have the name step, by which the model calls them"):
+        tools_of([f"{__name__}:step"], methods_of(environment))
+    assert [tool.name for tool in tools_of([f"{__name__}:add"], methods_of(environment))] == ["step", "add"]
 
 
 def test_methods_of_an_environment_are_tools_of_one_instance() -> None:
