@@ -12,6 +12,7 @@ import numpy as np
 
 from envs.base import split_by_hash
 from envs.hub_sets import EMBEDDED, all_rows, split_names
+from envs.in_time import error_text
 from envs.protocol import Message, template
 from envs.tools import without_nothing
 
@@ -233,12 +234,13 @@ def filled(source: str, row: Mapping[str, Any], empty: bool = False) -> str:
 
     empty: it may give nothing.
     """
-    from jinja2 import TemplateError
-
     try:
         text = template(source).render(row)
-    except TemplateError as error:
-        raise ValueError(f"the template cannot be filled ({error}). The columns are {', '.join(row)}.") from None
+    except Exception as error:  # the user's own template
+        raise ValueError(
+            f"the template cannot be filled ({type(error).__name__}: {error_text(error)})."
+            f" The columns are {', '.join(row)}."
+        ) from None
     if not empty and not text.strip():
         raise ValueError("the template gives an empty prompt.")
     return text

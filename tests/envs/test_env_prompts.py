@@ -471,6 +471,12 @@ def test_a_question_under_two_system_messages_is_in_one_split(tmp_path: Path) ->
     assert table.splits[::2] == table.splits[1::2] and table.keys[0] != table.keys[1]
 
 
+def test_a_template_that_raises_is_named_with_its_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": 1, "answer": "1"}, {"question": "a", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"row 2 of path=.*: the template cannot be filled \(TypeError: can only conc"):
+        make("prompts", path=path, template="{{ question + 1 }}")
+
+
 def test_without_the_column_of_the_split_a_template_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"question": "a", "answer": "1"}])
     with pytest.raises(ValueError, match='no column "prmpt", only question'):
