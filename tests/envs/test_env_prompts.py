@@ -14,6 +14,8 @@ from open_envs import needs_sandbox
 from envs import make
 from envs.base import LateReward
 from envs.episode import Episode
+from envs.hostile import meet_hostile_text
+from envs.promises import Subject
 from envs.prompts import TrainerState
 from envs.prompts.rows import Rows, conversation_of, table_of
 from envs.protocol import Protocol
@@ -469,6 +471,13 @@ def test_a_question_under_two_system_messages_is_in_one_split(tmp_path: Path) ->
     rows = [{"question": f"What is {n} + 1?", "system": who} for n in range(40) for who in ("Be brief.", "Be long.")]
     table = table_of(Rows(write(tmp_path / "rows.jsonl", rows), None, None, None, None, None))
     assert table.splits[::2] == table.splits[1::2] and table.keys[0] != table.keys[1]
+
+
+def test_own_rewards_may_be_won_with_any_text(tmp_path: Path) -> None:
+    options = {"rewards": ["length"], "success": 0.0}
+    subject = Subject("prompts", options, Protocol.of(make("prompts", **options)))
+    met = list(meet_hostile_text(subject, str(tmp_path / "marker")))
+    assert len(met) > 20 and not [event for event in met if "broken" in event]
 
 
 def test_a_template_that_raises_is_named_with_its_row(tmp_path: Path) -> None:
