@@ -73,7 +73,7 @@ class Table:
     most_turns: int
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)  # sections of a run, each of which opens an environment for every episode
 def table_of(source: Rows) -> Table:
     """Return the rows of a source; ValueError, one paragraph, where there are none or one has no prompt."""
     rows, homes = read_rows(source)

@@ -16,7 +16,7 @@ from envs.base import LateReward
 from envs.episode import Episode
 from envs.hostile import meet_hostile_text
 from envs.promises import Subject
-from envs.prompts import TrainerState
+from envs.prompts import TrainerState, rows as rows_module
 from envs.prompts.rows import Rows, conversation_of, table_of
 from envs.protocol import Protocol
 from envs.web import NoAnswer
@@ -471,6 +471,16 @@ def test_a_question_under_two_system_messages_is_in_one_split(tmp_path: Path) ->
     rows = [{"question": f"What is {n} + 1?", "system": who} for n in range(40) for who in ("Be brief.", "Be long.")]
     table = table_of(Rows(write(tmp_path / "rows.jsonl", rows), None, None, None, None, None))
     assert table.splits[::2] == table.splits[1::2] and table.keys[0] != table.keys[1]
+
+
+def test_many_sections_read_their_rows_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read = rows_module.read_rows
+    monkeypatch.setattr(rows_module, "read_rows", lambda source: reads.append(source.path) or read(source))
+    paths = [write(tmp_path / f"{n}.jsonl", [{"prompt": "a", "answer": "1"}]) for n in range(12)]
+    for path in paths * 2:
+        make("prompts", path=path)
+    assert reads == paths
 
 
 def test_own_rewards_may_be_won_with_any_text(tmp_path: Path) -> None:
