@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import pyarrow.parquet as pq
 
+from envs.tools import without_nothing
 from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS, wrong_in_line
 from posttrain.types import UserError, one_line
 
@@ -26,6 +27,7 @@ Placed = tuple[str, dict[str, Any]]  # a row's place in its file, "line 3" or "r
 LONGEST_LINE = 2**28  # bytes: a packed file may unfold to any length
 LONGEST_ARRAY = 2**31
 MESSAGES = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
+CALLS = ("tool_calls", "function_call")
 NUMBERS = ("score_chosen", "score_rejected")
 
 
@@ -48,6 +50,18 @@ def rows_of(path: Path, key: str) -> Iterator[Placed]:
 
 def with_row_numbers(rows: Iterator[dict[str, Any]]) -> Iterator[Placed]:
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def from_table(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a table whose calls of tools have their own keys: a table gives each the keys of all of them."""
+
+    def without_others(message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        return message | {name: without_nothing(message[name]) for name in CALLS if message.get(name) is not None}
+
+    lists = {name: row[name] for name in MESSAGES if isinstance(row.get(name), list)}
+    return row | {name: list(map(without_others, messages)) for name, messages in lists.items()}
 
 
 def brief(value: object) -> str:
@@ -146,7 +160,7 @@ def _parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+                yield from map(from_table, batch.to_pylist())
     except Exception as error:  # what pyarrow raises on a damaged file has no common class
         raise UserError(
             f"{key}={path} cannot be read as a parquet file: {one_line(error)}. Check the file or make it again."
