@@ -72,8 +72,8 @@ def _met(episode: Episode, text: str, free: bool) -> str:
         turns.append(episode.step(text))
     if not all(math.isfinite(turn.reward) for turn in turns):
         return "it was given a reward that is not a finite number."
-    if free:
-        return "it succeeded." if episode.success else ""
+    if free:  # functions of the user's own may call any text a success
+        return "it succeeded." if episode.success and not episode.env.can_be_late else ""
     if any(turn.valid or turn.reward for turn in turns):
         return "it was taken for a valid one."
     if episode.state_key() != before:

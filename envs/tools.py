@@ -48,8 +48,8 @@ class Tool:
 
     def __init__(self, function: Callable[..., Any], named: str) -> None:
         """Raise ValueError, one paragraph, where no schema can be made. named: what the message calls it."""
-        self.function = function
-        self.schema = _schema(function, named)
+        self.function = function if inspect.isroutine(function) else function.__call__  # of an object
+        self.schema = _schema(self.function, named)
         self.name: str = self.schema["function"]["name"]
 
     @cached_property
@@ -93,12 +93,14 @@ def tool_of(path: str) -> Tool:
     return Tool(function, path)
 
 
-def tools_of(paths: Sequence[str]) -> list[Tool]:
-    """Return the tools that paths name. ValueError where two have the same name."""
-    tools = [tool_of(path) for path in paths]
+def tools_of(paths: Sequence[str], own: Sequence[Tool] = ()) -> list[Tool]:
+    """Return an environment's own tools and those that paths name. ValueError where two have the same name."""
+    tools = [*own, *(tool_of(path) for path in paths)]
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two tools have the name {twice}, by which the model calls them: rename one function.")
+        raise ValueError(
+            f"two tools have the name {twice}, by which the model calls them: rename one function or method."
+        )
     return tools
 
 
@@ -166,9 +168,14 @@ def _schema(function: Callable[..., Any], named: str) -> dict[str, Any]:
             ' parameter under "Args:".'
         ) from error
     for each in inspect.signature(function).parameters.values():
-        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            before = " before /" if each.kind is each.POSITIONAL_ONLY else ""
             raise ValueError(
-                f"the tool {named} has the parameter {str(each).partition(':')[0]}: a model calls it with parameters"
-                " that have names. Write each of them."
+                f"the tool {named} has the parameter {str(each).partition(':')[0]}{before}: a model calls it with"
+                " parameters that have names. Write each of them."
             )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"the tool {named} yields, and a model reads one answer: return the whole of it.")
+    if function.__name__ == "__call__":
+        schema["function"]["name"] = named.rpartition(":")[2]
     return schema

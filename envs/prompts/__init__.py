@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs.base import LateReward, TextEnv, known
-from envs.by_path import by_path
 from envs.hub_sets import EMBEDDED
 from envs.prompts.agents import OUTPUT, AgentProgram, agent_of
 from envs.prompts.calls import Answered, TrainerState, call_rewards
+from envs.prompts.columns import columns_for, reply_of
 from envs.prompts.rewards import own_reward_of, reward_of, with_own_titles
 from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of, text_in
 from envs.protocol import Message
@@ -72,7 +72,8 @@ class Prompts(TextEnv):
     - `environment=None`: `module:Class` of an environment in the style of TRL's `environment_factory`. Each episode has
       an instance of its own: what reset(**row) returns is added to the prompt's last message, its public methods are
       tools, `get_reward` is one more reward, and reward functions are given `environments`.
-    - `reply=None`: `module:function` that writes the next user message: reply(messages, **columns) -> str or None.
+    - `reply=None`: `module:function` that writes the next user message: reply(messages, **columns) -> str or None; it
+      is given the columns that it has parameters for.
     - `turns=None`: answers in an episode with `reply`; 4 when None.
     - `agent=None`: a program that answers instead of the model alone, and talks to it by OpenAI's interface: the
       command as a list, whose parts may be templates over the columns, or a mapping with `command` and limits; see
@@ -84,7 +85,8 @@ class Prompts(TextEnv):
     - `render_mode=None`: or "ansi".
 
     A data set with the splits train, validation and test keeps them; where one is missing, it is held out of train by
-    hash of the prompt. `info["rewards"]` holds what each function gave.
+    hash of the row's prompt, whatever the system message; with `template`, of the column `prompt`, or else of the
+    columns that the template uses. `info["rewards"]` holds what each function gave.
     """
 
     name = "prompts"
@@ -131,9 +133,13 @@ class Prompts(TextEnv):
         self.trainer_state = TrainerState(1, 1)  # outside of training that of its end
         self.completion_ids: list[int] | None = None  # the tokens after the prompt, where a model of this process wrote
         self.on_error, self.timeout, self.success_at = known("on_error", on_error, ON_ERROR), timeout, success
-        self.reply = None if reply is None else by_path(reply)
         self.config = Rows(path, config, rows, prompt, template, system)
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
+        self.reply = None if reply is None else reply_of(reply, self.table.columns)
+        self.reset_columns: tuple[str, ...] = ()
+        self.begun = False  # the environment that was made here is that of the first episode
+        if environment:
+            self.reset_columns = columns_for(self.environment.reset, f"reset of {environment}", self.table.columns)
         self.methods = methods_of(self.environment) if environment else []
         self.tools = list(self.methods)
         self.rewards_key = json.dumps([environment, *rewards], default=_written, sort_keys=True)
@@ -179,14 +185,16 @@ class Prompts(TextEnv):
     def _begin_environment(self) -> None:
         """Begin the episode of a new environment in TRL's style; its methods take the place of the former one's."""
         assert self.make_environment is not None
-        self.environment = self.make_environment()
-        opening = self.environment.reset(**self.row)
+        if self.begun:
+            others = [tool for tool in self.tools if tool not in self.methods]
+            self.environment = self.make_environment()
+            self.methods = methods_of(self.environment)
+            self.tools = [*self.methods, *others]
+        self.begun = True
+        opening = self.environment.reset(**{name: self.row[name] for name in self.reset_columns})
         said = "" if opening is None else text_in(opening)
         if said is None:
             raise ValueError(f"reset returned {opening!r:.80}; it returns a text for the prompt, text parts, or None")
-        others = [tool for tool in self.tools if tool not in self.methods]
-        self.methods = methods_of(self.environment)
-        self.tools = [*self.methods, *others]
         *before, last = self.conversation.prompt
         prompt = [*before, last | {"content": last["content"] + said}]
         self.conversation = self.conversation._replace(prompt=prompt, given=prompt)
@@ -244,10 +252,7 @@ class Prompts(TextEnv):
             return self.waiting.pop(0) if self.waiting else None
         if sum(message["role"] == "assistant" for message in self.answered.said) >= self.max_turns:
             return None
-        said = self.reply(list(self.said), **self.row)
-        if said is not None and not isinstance(said, str):
-            raise ValueError(f"reply returned {type(said).__name__}; it returns the next user message, or None to end")
-        return said
+        return self.reply.to(list(self.said), self.row)
 
     def heard(self, messages: Sequence[Message]) -> None:
         self.said += messages

@@ -12,6 +12,7 @@ import numpy as np
 
 from envs.base import split_by_hash
 from envs.hub_sets import EMBEDDED, all_rows, split_names
+from envs.in_time import error_text
 from envs.protocol import Message, template
 from envs.tools import without_nothing
 
@@ -35,17 +36,30 @@ class Rows(NamedTuple):
 
 class Conversation(NamedTuple):
     """What stands before the first answer, the user messages that follow later answers, and the prompt as it is given
-    to reward functions: a text, or messages."""
+    to reward functions: a text, or messages.
+
+    source: the columns of the row that a template was filled with, as a text; None without a template.
+    """
 
     prompt: list[Message]
     later: list[str]
     given: str | list[Message]
+    source: str | None = None
 
     @property
     def key(self) -> str:
         """What decides whether two rows have the same prompt."""
-        calls = [json.dumps(each["tool_calls"], default=str) for each in self.prompt if "tool_calls" in each]
-        return "\n".join([message["content"] for message in self.prompt] + calls + self.later)
+        return self._words(self.prompt)
+
+    @property
+    def split(self) -> str:
+        """Which split a row belongs to, by its own prompt: it stays there under another system message or template."""
+        own = [message for message in self.prompt if message["role"] != "system"]
+        return split_by_hash(self._words(own) if self.source is None else self.source)
+
+    def _words(self, messages: Sequence[Message]) -> str:
+        calls = [json.dumps(each["tool_calls"], default=str) for each in messages if "tool_calls" in each]
+        return "\n".join([message["content"] for message in messages] + calls + self.later)
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class Table:
     most_turns: int
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)  # sections of a run, each of which opens an environment for every episode
 def table_of(source: Rows) -> Table:
     """Return the rows of a source; ValueError, one paragraph, where there are none or one has no prompt."""
     rows, homes = read_rows(source)
@@ -91,7 +105,7 @@ def splits_of(homes: Sequence[str], conversations: Sequence[Conversation]) -> li
     own = set(homes)
     found: list[str] = []
     for home, conversation in zip(homes, conversations, strict=True):
-        held_out = split_by_hash(conversation.key)
+        held_out = conversation.split
         found.append(held_out if home == "train" and held_out not in own else home)
     return found
 
@@ -137,7 +151,7 @@ def _conversation(row: Mapping[str, Any], source: Rows) -> Conversation:
     system: list[Message] = [] if said is None else [{"role": "system", "content": said}]
     if source.template is not None:
         text = filled(source.template, row)
-        return Conversation([*system, {"role": "user", "content": text}], [], text)
+        return Conversation([*system, {"role": "user", "content": text}], [], text, _source(source, row))
     column = source.prompt or next((name for name in COLUMNS if row.get(name)), None)
     if column is None or column not in row:
         named = f'no column "{column}"' if column else f"none of the columns {', '.join(COLUMNS)}"
@@ -160,6 +174,23 @@ def _conversation(row: Mapping[str, Any], source: Rows) -> Conversation:
     if system and messages[0]["role"] == "system":
         messages = messages[1:]
     return Conversation([*system, *messages], later, [*system, *messages])
+
+
+def _source(source: Rows, row: Mapping[str, Any]) -> str:
+    """Return the column `prompt`, or else the columns that the template uses, as a text."""
+    assert source.template is not None
+    names = [source.prompt] if source.prompt else sorted(_used(source.template).intersection(row))
+    if source.prompt and source.prompt not in row:
+        raise ValueError(f'it has no column "{source.prompt}", only {", ".join(row)}.')
+    values = [row[name] if isinstance(row[name], str) else json.dumps(row[name], default=str) for name in names]
+    return "\n".join(values).encode("utf-8", "replace").decode()
+
+
+@lru_cache(maxsize=64)
+def _used(source: str) -> frozenset[str]:
+    from jinja2.meta import find_undeclared_variables
+
+    return frozenset(find_undeclared_variables(template(source).environment.parse(source)))
 
 
 def _messages(value: Any, column: str) -> list[Message]:
@@ -203,12 +234,13 @@ def filled(source: str, row: Mapping[str, Any], empty: bool = False) -> str:
 
     empty: it may give nothing.
     """
-    from jinja2 import TemplateError
-
     try:
         text = template(source).render(row)
-    except TemplateError as error:
-        raise ValueError(f"the template cannot be filled ({error}). The columns are {', '.join(row)}.") from None
+    except Exception as error:  # the user's own template
+        raise ValueError(
+            f"the template cannot be filled ({type(error).__name__}: {error_text(error)})."
+            f" The columns are {', '.join(row)}."
+        ) from None
     if not empty and not text.strip():
         raise ValueError("the template gives an empty prompt.")
     return text

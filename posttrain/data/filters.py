@@ -162,7 +162,7 @@ def keep_dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Exam
     if cut is not None and not any(message["role"] == "assistant" for message in whole_answers):
         return "an answer that was cut short"
     ended = without_last_question(whole_answers)
-    messages = plain_messages(ended, calls=True)
+    messages = plain_messages(ended, calls=True, tools=tools or ())
     if isinstance(messages, str):
         return messages
     if reason := fault(messages):
@@ -293,16 +293,18 @@ def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def plain_messages(messages: Sequence[dict[str, Any]], *, calls: bool = False) -> list[Message] | str:
+def plain_messages(
+    messages: Sequence[dict[str, Any]], *, calls: bool = False, tools: Sequence[dict[str, Any]] = ()
+) -> list[Message] | str:
     """Return messages with role, content, `mask_spans`, `train: False` and, with `calls`, what belongs to tools.
 
-    Or the reason: they need other keys.
+    Or the reason: they need other keys. tools: the schemas of the row.
     """
     kept: list[Message] = []
     for given in messages:
         if not calls and given["role"] in (*CALLERS, "tool"):
             return _REASONS["tool_calls"]
-        message = with_calls(given) if calls else given
+        message = with_calls(given, tools) if calls else given
         if isinstance(message, str):
             return message
         known = ("role", "content", "mask_spans", "finished", *(OF_TOOLS if calls else ()))
@@ -327,8 +329,8 @@ def plain_messages(messages: Sequence[dict[str, Any]], *, calls: bool = False) -
             content = "".join(part["text"] for part in content)
         spans = {"mask_spans": message["mask_spans"]} if message.get("mask_spans") else {}
         untrained = {"train": False} if trained is False and message["role"] == "assistant" else {}
-        tools = {key: message[key] for key in (*OF_TOOLS, "name") if key in known and has_value(message.get(key))}
-        kept.append({"role": message["role"], "content": content} | spans | untrained | tools)
+        called = {key: message[key] for key in (*OF_TOOLS, "name") if key in known and has_value(message.get(key))}
+        kept.append({"role": message["role"], "content": content} | spans | untrained | called)
     return kept
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from envs.local_rows import BrokenRows, Placed, brief, kind_of_file, rows_in
+from envs.local_rows import MESSAGES, BrokenRows, Placed, brief, kind_of_file, rows_in
+from envs.tools import without_nothing
 from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS
 from posttrain.types import UserError, one_line
 
-__all__ = ["Placed", "brief", "printable", "rows_of", "with_row_numbers"]
+__all__ = ["Placed", "brief", "from_table", "printable", "rows_of", "with_row_numbers"]
 
+CALLS = ("tool_calls", "function_call")
 NUMBERS = ("score_chosen", "score_rejected")
 
 
@@ -41,6 +43,18 @@ def with_row_numbers(rows: Iterator[dict[str, Any]]) -> Iterator[Placed]:
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
+def from_table(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a table whose calls of tools have their own keys: a table gives each the keys of all of them."""
+
+    def without_others(message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        return message | {name: without_nothing(message[name]) for name in CALLS if message.get(name) is not None}
+
+    lists = {name: row[name] for name in MESSAGES if isinstance(row.get(name), list)}
+    return row | {name: list(map(without_others, messages)) for name, messages in lists.items()}
+
+
 def printable(name: object) -> str:
     """Return a name that comes from a file, short and without control characters."""
     text = str(name)[:40]
@@ -59,7 +73,7 @@ def _parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+                yield from map(from_table, batch.to_pylist())
     except Exception as error:  # what pyarrow raises on a damaged file has no common class
         raise UserError(
             f"{key}={path} cannot be read as a parquet file: {one_line(error)}. Check the file or make it again."

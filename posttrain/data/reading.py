@@ -312,7 +312,7 @@ def _from_hub(source: Source, key: str) -> Iterator[dict[str, Any]]:
             for number, row in enumerate(loaded, 1):
                 if number % 1000 == 0:
                     progress.update(number)
-                yield row
+                yield local.from_table(row)
     except HUB_ERRORS as error:
         raise UserError(
             f"{key}: the data set {hub.path} could not be read from the Hugging Face Hub ({one_line(error)}). Connect "

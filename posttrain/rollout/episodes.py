@@ -85,7 +85,7 @@ def open_env(section: EnvSection, **more: object) -> TextEnv:
         if section.tools and has_agent(env):
             raise ValueError("the program of `agent` has its own tools: leave out `tools`.")
         if section.tools:
-            env.tools = [*env.tools, *tools_of(section.tools)]
+            env.tools = tools_of(section.tools, env.tools)
     env.label, env.max_calls, env.call_seconds = section.title, section.max_calls, section.call_seconds
     return env
 

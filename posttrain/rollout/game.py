@@ -5,7 +5,8 @@ A context is one of three kinds:
     full          the whole conversation, one segment; if the next prompt and its answer do not fit, the older half of
                   the turns is dropped and a new segment begins
     last_k        system, then the last k turns as a conversation, the next one included: a segment for each turn
-    single_turn   system, then one user message that summarizes the last k - 1 turns: a segment for each turn
+    single_turn   system, then one user message that summarizes the last k - 1 turns: a segment for each turn; last_k
+                  where the environment writes its messages itself, to which nothing is added
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from envs.episode import Episode
@@ -56,7 +57,8 @@ class Game:
 
     def __init__(self, chat: Chat, episode: Episode, context: Context, answer_tokens: int) -> None:
         self.chat, self.episode = chat, episode
-        self.context = context
+        own = episode.own_words and context.kind == "single_turn"
+        self.context = replace(context, kind="last_k") if own else context
         self.prompt_tokens = context.prompt_tokens(answer_tokens)
         self.too_long = False
         self.seconds_left = EPISODE_SECONDS

@@ -79,6 +79,23 @@ def test_a_null_in_a_json_text_is_an_argument(tmp_path: Path, tiny_chat: Chat) -
     assert said == [WRITTEN, WRITTEN.replace('"fjord"', '"fjord", "place": null')]
 
 
+def test_a_null_is_an_argument_where_the_tool_has_it(tmp_path: Path, tiny_chat: Chat) -> None:
+    """In JSON; a table gives every call the keys of all, so that its nulls say nothing."""
+    function: dict[str, Any] = SCHEMA["function"]
+    both = {"type": "object", "properties": {"word": {"type": "string"}, "place": {"type": ["string", "null"]}}}
+    arguments = {"word": "fjord", "place": None, "zone": None}
+    call = {"type": "function", "id": None, "function": {"name": "lookup", "arguments": arguments}}
+    row = {
+        "messages": [ASKED[0], assistant("") | {"tool_calls": [call]}, *ASKED[2:]],
+        "tools": [{"type": "function", "function": function | {"parameters": both}}],
+    }
+    (said, _) = answers(tiny_chat, load(tmp_path, tiny_chat, [row]).train)
+    assert said == WRITTEN.replace('"fjord"', '"fjord", "place": null')
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    table = load_sft(section(Source(kind="messages", path=str(tmp_path / "a.parquet")), max_length=2000), tiny_chat)
+    assert answers(tiny_chat, table.train)[0] == WRITTEN
+
+
 def test_calls_are_trained_and_results_are_read(tmp_path: Path, tiny_chat: Chat) -> None:
     data = load(tmp_path, tiny_chat, [ROW])
     assert answers(tiny_chat, data.train) == [WRITTEN, "A bay."]

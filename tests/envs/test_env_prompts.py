@@ -14,8 +14,10 @@ from open_envs import needs_sandbox
 from envs import make
 from envs.base import LateReward
 from envs.episode import Episode
-from envs.prompts import TrainerState
-from envs.prompts.rows import Rows, conversation_of
+from envs.hostile import meet_hostile_text
+from envs.promises import Subject
+from envs.prompts import TrainerState, rows as rows_module
+from envs.prompts.rows import Rows, conversation_of, table_of
 from envs.protocol import Protocol
 from envs.web import NoAnswer
 
@@ -396,6 +398,37 @@ def test_a_user_of_your_own_answers_until_it_is_satisfied(module: Module) -> Non
     assert lost.done and not lost.success
 
 
+def test_a_column_with_the_name_of_a_parameter_is_left_out(tmp_path: Path, module: Module) -> None:
+    name = module(
+        "def reply(messages, **columns): return f'{len(messages)} {sorted(columns)}'\n"
+        "def few(said, answer): return answer\n"
+        "class Object:\n"
+        "    def __call__(self, messages, **columns): return f'{len(messages)} {sorted(columns)}'\n"
+        "made = Object()\n"
+    )
+    turns = [{"role": "user", "content": "a"}]
+    path = write(tmp_path / "rows.jsonl", [{"messages": turns, "answer": "1", "self": "x", "said": "y"}])
+    for function, said in (
+        ("reply", "2 ['answer', 'said', 'self']"),
+        ("few", "1"),
+        ("made", "2 ['answer', 'said']"),
+    ):
+        assert answer(make("prompts", path=path, reply=f"{name}:{function}"), "b").messages[-1]["content"] == said
+
+
+def test_a_reply_that_cannot_be_called_is_told_at_the_start(module: Module) -> None:
+    name = module("def short(): return 'a'\ndef f(messages, mood): return 'a'\ntext = 'a'\n")
+    for function, words in (
+        ("short", "has the parameters () and cannot be called"),
+        ("f", "(missing a required argument: 'mood'). It is called with (messages, **columns), and the columns are"),
+        ("text", "is not a function"),
+        ("absent", "has no absent"),
+    ):
+        with pytest.raises(ValueError) as error:
+            make("prompts", reply=f"{name}:{function}")
+        assert words in str(error.value) and f"reply={name}:{function}" in str(error.value)
+
+
 def test_splits_of_a_data_set_stay_apart(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
@@ -412,6 +445,61 @@ def test_splits_of_a_data_set_stay_apart(tmp_path: Path) -> None:
     assert not seen["train"] & seen["validation"] and not seen["train"] & seen["test"]
     assert all(int(text.split()[1]) >= 1000 for text in seen["test"]), "its own test rows"
     assert all(int(text.split()[1]) < 1000 for text in seen["validation"]), "held out of its training rows"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"system": "Be brief."},
+        {"system": "Be long."},
+        {"template": "{{ question }}"},
+        {"template": "Think. {% if question %}{{ question }}{% endif %}", "system": "Be brief."},
+        {"template": "{{ question }} Hint: {{ hint }}", "prompt": "question"},
+    ],
+)
+def test_rows_stay_in_their_split_whatever_the_words_around_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "hint": str(n)} for n in range(60)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    plain, other = (
+        table_of(Rows(path, None, None, *(given.get(name) for name in ("prompt", "template", "system"))))
+        for given in ({}, options)
+    )
+    assert set(plain.splits) == {"train", "validation", "test"} and other.splits == plain.splits
+
+
+def test_a_question_under_two_system_messages_is_in_one_split(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {n} + 1?", "system": who} for n in range(40) for who in ("Be brief.", "Be long.")]
+    table = table_of(Rows(write(tmp_path / "rows.jsonl", rows), None, None, None, None, None))
+    assert table.splits[::2] == table.splits[1::2] and table.keys[0] != table.keys[1]
+
+
+def test_many_sections_read_their_rows_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read = rows_module.read_rows
+    monkeypatch.setattr(rows_module, "read_rows", lambda source: reads.append(source.path) or read(source))
+    paths = [write(tmp_path / f"{n}.jsonl", [{"prompt": "a", "answer": "1"}]) for n in range(12)]
+    for path in paths * 2:
+        make("prompts", path=path)
+    assert reads == paths
+
+
+def test_own_rewards_may_be_won_with_any_text(tmp_path: Path) -> None:
+    options = {"rewards": ["length"], "success": 0.0}
+    subject = Subject("prompts", options, Protocol.of(make("prompts", **options)))
+    met = list(meet_hostile_text(subject, str(tmp_path / "marker")))
+    assert len(met) > 20 and not [event for event in met if "broken" in event]
+
+
+def test_a_template_that_raises_is_named_with_its_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": 1, "answer": "1"}, {"question": "a", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"row 2 of path=.*: the template cannot be filled \(TypeError: can only conc"):
+        make("prompts", path=path, template="{{ question + 1 }}")
+
+
+def test_without_the_column_of_the_split_a_template_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "a", "answer": "1"}])
+    with pytest.raises(ValueError, match='no column "prmpt", only question'):
+        make("prompts", path=path, template="{{ question }}", prompt="prmpt")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import envs
 from envs.episode import Episode
 from envs.protocol import Protocol
-from envs.tools import MOST_CHARACTERS, Call, Tool, answer_of, methods_of, tool_of
+from envs.tools import MOST_CHARACTERS, Call, Tool, answer_of, methods_of, tool_of, tools_of
 from examples import own_tool
 from examples.own_search import search, write_questions
 from examples.own_tool import calculate
@@ -130,6 +130,51 @@ def named(word: str, **more: int) -> int:
     return len(word)
 
 
+def by_place(word: str, /) -> int:
+    """Count letters.
+
+    Args:
+        word: which
+    """
+    return len(word)
+
+
+def pieces(word: str) -> Any:
+    """Spell a word.
+
+    Args:
+        word: which
+    """
+    yield from word
+
+
+async def later_pieces(word: str) -> Any:
+    """Spell a word.
+
+    Args:
+        word: which
+    """
+    yield word
+
+
+class Scaled:
+    """It is an object."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, number: int) -> int:
+        """Multiply a number.
+
+        Args:
+            number: which
+        """
+        return self.factor * number
+
+
+twice = Scaled(2)
+
+
 def no_types(a):
     """Do it.
 
@@ -159,6 +204,15 @@ class Counter:
         return str(self.value)
 
     def _hidden(self) -> None: ...
+
+
+def step(by: int) -> str:
+    """Count on.
+
+    Args:
+        by: how far
+    """
+    return str(by)
 
 
 TOOLS = [Tool(function, "here") for function in (add, look, wait)]
@@ -231,6 +285,9 @@ def test_async_functions_share_one_loop() -> None:
     [
         (f"{__name__}:listed", r"has the parameter \*numbers: a model calls it"),
         (f"{__name__}:named", r"has the parameter \*\*more"),
+        (f"{__name__}:by_place", "has the parameter word before /: a model calls it"),
+        (f"{__name__}:pieces", "yields, and a model reads one answer"),
+        (f"{__name__}:later_pieces", "yields, and a model reads one answer"),
         (f"{__name__}:no_types", "has no schema .*Write a type for each parameter"),
         (f"{__name__}:no_docstring", "has no schema .*docstring"),
         (f"{__name__}:absent", "has no absent"),
@@ -244,6 +301,19 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_words(path: str, words: 
     with pytest.raises(ValueError, match=words) as caught:
         tool_of(path)
     assert path in str(caught.value)
+
+
+def test_an_object_that_can_be_called_is_a_tool_with_its_own_name() -> None:
+    tool = tool_of(f"{__name__}:twice")
+    assert (tool.name, tool.schema["function"]["description"]) == ("twice", "Multiply a number.")
+    assert answer_of(Call("twice", {"number": "4"}), [tool], 5.0) == ("8", False)
+
+
+def test_a_method_and_a_function_with_one_name_are_refused() -> None:
+    environment = Counter()
+    with pytest.raises(ValueError, match="two tools have the name step, by which the model calls them"):
+        tools_of([f"{__name__}:step"], methods_of(environment))
+    assert [tool.name for tool in tools_of([f"{__name__}:add"], methods_of(environment))] == ["step", "add"]
 
 
 def test_methods_of_an_environment_are_tools_of_one_instance() -> None:

@@ -135,6 +135,32 @@ def test_an_environment_that_raises_costs_its_own_answer_alone(
     assert f"row {episodes[0].env.level.number + 1} and 1 more" in capsys.readouterr().err
 
 
+class Narrow(Counter):
+    def reset(self, target: int) -> str | None:  # no **row
+        return super().reset(target)
+
+
+class Demanding(Counter):
+    def reset(self, target: int, level: int, **row: Any) -> str | None:
+        return None
+
+
+def test_reset_is_given_the_columns_that_it_takes(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Hello {n}.", "target": 3, "self": 1}) + "\n" for n in range(40)))
+    for kind in ("Judge", "Narrow"):
+        env = envs.make("prompts", path=str(path), environment=f"{__name__}:{kind}", rewards=["length"])
+        assert Episode(env, Protocol(), 1, "train").messages[-1]["content"].endswith(". Count to 3.")
+
+
+def test_an_episode_makes_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(Counter, "__init__", lambda self: made.append(1))
+    env = opened(tmp_path, "Judge")
+    assert Episode(env, Protocol(), 1, "train").env.tools and len(made) == 1
+    assert Episode(env, Protocol(), 2, "train").env.tools and len(made) == 2
+
+
 def test_what_reset_says(tmp_path: Path) -> None:
     plain = Episode(opened(tmp_path, "Silent", rewards=["length"]), Protocol(), 1, "train")
     assert plain.messages[-1]["content"].startswith("Hello") and plain.messages[-1]["content"].endswith(".")
@@ -146,7 +172,12 @@ def test_what_reset_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("Missing", "has no Missing"), ("near", "is not a class with a method reset"), ("Untyped", "wait has no schema")],
+    [
+        ("Missing", "has no Missing"),
+        ("near", "is not a class with a method reset"),
+        ("Untyped", "wait has no schema"),
+        ("Demanding", "missing a required argument: 'level'"),
+    ],
 )
 def test_what_cannot_be_an_environment_is_refused(tmp_path: Path, kind: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
