@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from envs.by_path import by_path
 
 
-class Reply(NamedTuple):
+class UserReply(NamedTuple):
     """The function that writes the next user message, and the columns that it is called with."""
 
     function: Callable[..., Any]
@@ -23,7 +23,7 @@ class Reply(NamedTuple):
         return said
 
 
-def reply_of(path: str, columns: Sequence[str]) -> Reply:
+def reply_of(path: str, columns: Sequence[str]) -> UserReply:
     """Return what `reply` names; ValueError, in words, where it cannot be called."""
     try:
         function = by_path(path)
@@ -31,7 +31,7 @@ def reply_of(path: str, columns: Sequence[str]) -> Reply:
         raise ValueError(f"prompts: reply={path} cannot be used: {problem}") from problem.__cause__
     if not callable(function):
         raise ValueError(f"prompts: reply={path} is not a function.")
-    return Reply(function, columns_for(function, f"reply={path}", columns, ["messages"]))
+    return UserReply(function, columns_for(function, f"reply={path}", columns, ["messages"]))
 
 
 def columns_for(
