@@ -41,7 +41,7 @@ def test_prompts_repeated_rows_and_what_rewards_are_given(folder: Path, capsys: 
     rewards = ["math", "rewards_of_rows:polite", {"name": "rewards_of_rows:brief", "weight": 0.2}]
     said = shown(ROWS, folder, capsys, "prompt=question", "system=Be brief.", f"rewards={json.dumps(rewards)}")
     assert (
-        "rows of rows.jsonl: 4; unusable: 0; repeated prompts: 1; 4 for training, 0 for validation, 0 for the test"
+        "rows of rows.jsonl: 4; unusable: 0; repeated prompts: 1; 2 for training, 1 for validation, 1 for the test"
         in said
     )
     assert "  row 3 repeats the prompt of row 1 with another answer\n" in said
