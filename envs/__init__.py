@@ -18,6 +18,7 @@ from threading import Lock
 from typing import Any, get_type_hints
 
 import gymnasium
+import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from envs.base import CAPABILITIES, SPLITS, TextEnv, known
@@ -138,13 +139,17 @@ def option(text: str) -> tuple[str, Any]:
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
+        pass
+    try:  # as a config file has lists and mappings; other words stay texts: no, 1e-4
+        return key, yaml.safe_load(value) if value.startswith(("[", "{")) else value
+    except (yaml.YAMLError, ValueError):  # a template, or a date that is none
         return key, value
 
 
 def _as_list(option: str, text: str) -> str:
     """Return how to write a list, for an option that was given a text: topics=logic or topics=[logic]."""
     words = json.dumps(re.findall(r"[^\s,\[\]'\"]+", text))
-    return f" Write a list as in JSON, here {option}={words}, in a shell with single quotes around it."
+    return f" Write a list, here {option}={words}, in a shell with single quotes around it."
 
 
 def _adapter(name: str) -> type[TextEnv]:

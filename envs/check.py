@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env check") -
     """Check an environment. Returns the exit code: 0, 1 (a promise is broken) or 2 (the request makes no sense)."""
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", help=f"one of: {', '.join(names())}; or module:Class")
-    parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
+    parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in YAML)")
     parser.add_argument("--episodes", type=int, default=200, help="levels per player (default 200)")
     parser.add_argument("--turns", type=int, help=f"turns an episode (default: the environment's own, up to {TURNS})")
     parser.add_argument("--split", default="test", help=f"one of: {', '.join(SPLITS)} (default test)")

@@ -272,7 +272,7 @@ class FrozenLake(TextEnv):
             return self.thought()
         go, cues = f"I go {action.lower()}", self.cues()
         if action in cues["goal"]:
-            choice = f"{upper_first(DIRECTIONS[action])} is closer and safe, so {go}."
+            choice = f"{upper_first(DIRECTIONS[action])} is closer{' and safe' * (self.chance == 1)}, so {go}."
         elif action in cues["safe"] and not cues["goal"]:
             choice = f"No step towards the goal is safe, so {go} first."
         else:

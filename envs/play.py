@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env play") ->
     """Play an environment at the terminal. Returns the exit code: 0, or 2 where the request makes no sense."""
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", help=f"one of: {', '.join(names())}; or module:Class")
-    parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
+    parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in YAML)")
     parser.add_argument("--turns", type=int, help="turns (default: the environment's own max_turns)")
     parser.add_argument("--style", default="plain", help=f"words: {', '.join(STYLES)} (default plain)")
     parser.add_argument("--split", default="train", help=f"one of: {', '.join(SPLITS)} (default train)")

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m envs.adapters.openenv", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("name", help=f"one of: {', '.join(names())}")
-    parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
+    parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in YAML)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines play (default this one alone)")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help=f"side by side at most (default {SESSIONS})")

@@ -20,6 +20,7 @@ from envs.math_answers import same_text
 from envs.math_judge import LONGEST_ANSWER, last_boxed
 from envs.metamath_qa.final_form import has_variables, is_written_out
 from envs.metamath_qa.problems import TEMPLATES, Parameters
+from envs.sentences import counted
 
 COLUMNS = ("query", "response", "original_question", "type")
 MARK = "The answer is:"  # what stands before the answer at the end of a response of MetaMathQA
@@ -135,7 +136,8 @@ class MetaMathQA(TextEnv):
         if not self.wrong:
             return problem
         if self.style == "plain":
-            return f"{problem}\nYour last answer was wrong.{' No attempt is left.' if self._over() else ' Try again.'}"
+            wrong = f"{counted(self.wrong, 'attempt')} {'was' if self.wrong == 1 else 'were'} wrong."
+            return f"{problem}\n{wrong}{' No attempt is left.' if self._over() else ' Try again.'}"
         return f"{problem}\nNot right{'. No attempt is left.' if self._over() else ', try again.'} Wrong: {self.wrong}"
 
     def example(self) -> tuple[str, tuple[str, ...]]:

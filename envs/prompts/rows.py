@@ -152,7 +152,8 @@ def _conversation(row: Mapping[str, Any], source: Rows) -> Conversation:
     if source.template is not None:
         text = filled(source.template, row)
         return Conversation([*system, {"role": "user", "content": text}], [], text, _source(source, row))
-    column = source.prompt or next((name for name in COLUMNS if row.get(name)), None)
+    there = [name for name in COLUMNS if row.get(name) is not None]
+    column = source.prompt or next((name for name in there if row[name] not in ("", [])), there[0] if there else None)
     if column is None or column not in row:
         named = f'no column "{column}"' if column else f"none of the columns {', '.join(COLUMNS)}"
         raise ValueError(

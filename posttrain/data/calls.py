@@ -1,6 +1,7 @@
 """What in a row belongs to tools?  Schemas in a column, calls of answers, and results, in the common spellings.
 
-tools       a list of schemas, also as a JSON text, also without "type": "function" around them
+tools       a list of schemas, also as a JSON text or of JSON texts, also without "type": "function" around them, and
+            also in a column `functions`
 calls       tool_calls or function_call of an answer; messages of ShareGPT's role function_call, whose value is JSON
 results     messages of the role tool, function or observation
 """
@@ -26,6 +27,8 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | str:
     try:
         schemas = parsed_json(value) if isinstance(value, str) else value
         schemas = [schemas] if isinstance(schemas, Mapping) else schemas
+        if isinstance(schemas, list):
+            schemas = [parsed_json(each) if isinstance(each, str) else each for each in schemas]
         if not isinstance(schemas, list) or not all(isinstance(each, Mapping) for each in schemas):
             return BAD_TOOLS
         whole = [each if each.get("function") else {"type": "function", "function": each} for each in schemas]

@@ -70,6 +70,7 @@ REMEDIES = {  # what to do about rows that are dropped for these reasons, by how
 }
 _REASONS = {key: reason for reason, keys in DROPPED.items() for key in keys}
 OF_TOOLS = ("tool_calls", "tool_call_id")  # keys of a message that are kept where tools may be part of a row
+TOOL_COLUMNS = ("tools", "functions")  # `functions` is OpenAI's former name
 NOTHING = ("[]", "{}", "null")  # empty values, above all of columns of tools
 SPELLED = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # in a cell of a CSV file
 
@@ -148,9 +149,11 @@ def keep_dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Exam
     It ends before an answer that was cut short, which the chat's files mark with "finished": false, and before a last
     message of the user that has no answer. Plain text is one message with a role of its own.
     """
-    if reason := _columns_that_matter(row, [name for name in ANSWER_COLUMNS if name != "tools"]) or _untrained(row):
+    matter = [name for name in ANSWER_COLUMNS if name not in TOOL_COLUMNS]
+    if reason := _columns_that_matter(row, matter) or _untrained(row):
         return reason
-    tools = schemas_of(row["tools"]) if has_value(row.get("tools")) and row["tools"] not in NOTHING else None
+    shown = (row[name] for name in TOOL_COLUMNS if has_value(row.get(name)) and row[name] not in NOTHING)
+    tools = next((schemas_of(value) for value in shown), None)
     if isinstance(tools, str):
         return tools
     all_messages = row["messages"]

@@ -42,6 +42,9 @@ def sharegpt(*said: tuple[str, str]) -> dict[str, Any]:
 
 SPELLINGS: dict[str, dict[str, Any]] = {
     "as JSON": ROW | {"tools": json.dumps([SCHEMA])},
+    "a list of JSON texts": ROW | {"tools": [json.dumps(SCHEMA)]},
+    "functions": {"messages": ASKED, "functions": [SCHEMA["function"]]},
+    "functions beside empty tools": {"messages": ASKED, "tools": "[]", "functions": json.dumps([SCHEMA["function"]])},
     "arguments as JSON": {
         **ROW,
         "messages": [
@@ -136,6 +139,7 @@ def test_a_dialogue_that_ends_with_results_is_cut_after_its_call(tmp_path: Path,
     ("row", "reason"),
     [
         (ROW | {"tools": "[{"}, "tools that are not schemas of functions"),
+        (ROW | {"tools": ["{"]}, "tools that are not schemas of functions"),
         (ROW | {"tools": [{"description": "x"}]}, "tools that are not schemas of functions"),
         ({"messages": [ASKED[0], assistant("") | {"tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
          "calls of tools that cannot be read"),

@@ -73,7 +73,8 @@ def test_messages_of_several_turns(folder: Path, capsys: pytest.CaptureFixture[s
     ("words", "message"),
     [
         (["promt=question"], 'Did you mean "prompt"'),
-        (["rewards=[no_module:f]"], "Write a list as in JSON, here rewards="),
+        (["rewards=[no_module:f]"], "there is no module no_module"),
+        (["rewards=no_module:f"], "Write a list, here rewards="),
         (["question"], "is not an option of an environment"),
     ],
 )

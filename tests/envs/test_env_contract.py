@@ -577,6 +577,26 @@ def test_check_survives_and_names_what_hostile_text_does(read, tmp_path, monkeyp
     assert any(HARMED[read] in sentence for sentence in found), found
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('["math", {name: length, words: 5}]', ["math", {"name": "length", "words": 5}]),
+        ("[my_rewards:polite]", ["my_rewards:polite"]),
+        ("{command: [python, a.py], turns: 3}", {"command": ["python", "a.py"], "turns": 3}),
+        ("{{ question }}", "{{ question }}"),
+        ("{% if a %}b{% endif %}", "{% if a %}b{% endif %}"),
+        ("[INST] Be brief.", "[INST] Be brief."),
+        ("[2024-13-45]", "[2024-13-45]"),
+        ("no", "no"),
+        ("a: b", "a: b"),
+        ("1e-4", 1e-4),
+        ("null", None),
+    ],
+)
+def test_lists_and_mappings_are_read_as_in_a_config_file(text, value):
+    assert envs.option(f"x={text}") == ("x", value)
+
+
 @pytest.mark.parametrize("name", ["frozen_lake", pytest.param("sokoban", marks=pytest.mark.thorough)])
 def test_check_shows_an_episode_the_players_and_the_levels(name, capsys):
     assert check.main([name, "observation=grid", "--episodes", "5"]) == 0
@@ -599,8 +619,8 @@ def test_check_shows_an_episode_the_players_and_the_levels(name, capsys):
         (["sokoban", "--episodes", "0"], "at least 1"),
         (["countdown", "max_number=99999999999999999999"], "max_number from 2 to 999999"),
         (["countdown", "max_number=3000000000", "max_target=3000000000"], "max_target from 10 to 999999"),
-        (["lean", "topics=logic"], 'it should be a valid list. Write a list as in JSON, here topics=["logic"]'),
-        (["lean", "topics=[logic, lists]"], 'here topics=["logic", "lists"]'),
+        (["lean", "topics=logic"], 'it should be a valid list. Write a list, here topics=["logic"]'),
+        (["lean", "topics=logic, lists"], 'here topics=["logic", "lists"]'),
         (["lean", "topics=7"], "topics=7: it should be a valid list.\n"),
         pytest.param(
             ["frozen_lake", "frozen=1", "--episodes", "3"],

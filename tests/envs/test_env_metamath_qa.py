@@ -16,8 +16,10 @@ import pytest
 
 from envs import SPLITS, make, math_judge, metamath_qa
 from envs.base import split_by_hash
+from envs.episode import Episode
 from envs.metamath_qa import MetaMathQA, Problem, answer_in, is_right
 from envs.metamath_qa.problems import NAMES, TEMPLATES, THINGS, Parameters
+from envs.protocol import Protocol
 
 ONE = Problem("What is 1/2 of 7?", "Halve 7.", "7/2", "example", "7 / 2 = 7/2")
 
@@ -35,7 +37,7 @@ def at(problem: Problem, attempts: int = 4, style: str = "plain") -> MetaMathQA:
 
 @pytest.mark.parametrize(
     ("style", "told"),
-    [("plain", "Your last answer was wrong. Try again."), ("compact", "Not right, try again. Wrong: {}")],
+    [("plain", "{} {} wrong. Try again."), ("compact", "Not right, try again. Wrong: {}")],
 )
 def test_a_right_answer_is_worth_half_as_much_after_each_wrong_one(style: str, told: str) -> None:
     for wrong in range(4):
@@ -44,9 +46,18 @@ def test_a_right_answer_is_worth_half_as_much_after_each_wrong_one(style: str, t
             observation, reward, over, cut, info = env.step(str(number))
             assert (reward, over, cut) == (0, False, False) and not info["failure"]
             assert info["action_is_valid"] and info["action_is_effective"]
-            assert observation == f"Problem: What is 1/2 of 7?\n{told.format(number + 1)}"
+            said = told.format(number + 1, "attempts were" if number else "attempt was")
+            assert observation == f"Problem: What is 1/2 of 7?\n{said}"
         observation, reward, over, _, info = env.step("3.5")
         assert (observation, reward, over, info["success"]) == ("Right.", 0.5**wrong, True, True)
+
+
+def test_a_turn_without_an_answer_is_not_called_wrong() -> None:
+    env = MetaMathQA()
+    episode = Episode(env, Protocol.of(env), 0)
+    episode.step("<think>so</think><answer>no idea</answer>")
+    said = episode.step("3.5").user or ""
+    assert said.startswith("That was not a valid answer.") and "\n1 attempt was wrong. Try again.\n" in said
 
 
 def test_the_last_wrong_answer_ends_the_episode_for_good():

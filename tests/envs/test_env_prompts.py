@@ -142,6 +142,20 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": 0}, "question is neither a text nor a list of messages with role and content: 0"),
+        ({"question": 5}, "question is neither a text nor a list of messages with role and content: 5"),
+        ({"prompt": "", "question": ""}, "prompt is neither a text"),
+        ({"prompt": None, "answer": "1"}, "it has none of the columns"),
+    ],
+)
+def test_what_a_row_has_in_the_place_of_a_prompt_is_told(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        conversation_of(row, Rows("", None, None, None, None, None))
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         ('{"question": "a", "ans', "line 4 is not JSON: Unterminated string starting at, column 19"),

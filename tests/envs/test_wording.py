@@ -94,6 +94,14 @@ def test_what_a_demonstrator_thinks_on_the_ice() -> None:
     )
 
 
+def test_nothing_is_called_safe_on_slippery_ice() -> None:
+    """One may slip into the hole beside a move."""
+    env = of(("SFG", "HFF", "FFF"), slippery=True)
+    assert env.thought_of("Right") == (
+        "The goal is 2 steps to the right. There is a hole below me. To the right is closer, so I go right."
+    )
+
+
 @pytest.mark.parametrize(
     ("observation", "words"),
     [
