@@ -349,9 +349,8 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
         raise UserError(f"{cfg.model.name_or_path} cannot be trained: {broken}.")
     if better and not broken:
         state.best_step, success = step, metrics["evaluation/success"]
-        if (
-            cfg.rewarded or success >= state.best_success
-        ):  # else each policy might be a little worse than the one before
+        # without rewards the highest success stays the measure: each policy might be a little worse than the last
+        if cfg.rewarded or success >= state.best_success:
             state.best_success, state.best_won, state.best_earned = success, result.won, result.earned
         starpo.run_state.save(Path(cfg.output_dir) / f"best-{step}", learner, parts.chat, state)
 

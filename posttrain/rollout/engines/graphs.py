@@ -81,17 +81,17 @@ class CudaRecorder:
 def _leave_pool(device: int, pool: tuple[int, int]) -> None:
     """Let the allocator leave the pool of a capture that has failed.
 
-    torch does not where the capture cannot be ended (pytorch/pytorch#180395): from then on it frees no cached memory.
-    Until the oldest torch allowed does it.
+    Where the end of the capture fails, torch leaves the allocator there, which then frees no cached memory
+    (pytorch/pytorch#180395). Until the oldest torch allowed leaves the pool itself.
     """
     with suppress(RuntimeError):  # it has left
         torch._C._cuda_endAllocateToPool(device, pool)  # pyright: ignore[reportPrivateUsage]
 
 
 def whole_rows(count: int) -> int:
-    """Return how many rows a step for so many has: a multiple of an eighth of the next power of two.
+    """Return the rows of a step that spans `count` rows: the next multiple of an eighth of the next power of two.
 
-    It depends on nothing else, so that a resumed run rounds as one without a break.
+    It depends on `count` alone, so that a resumed run rounds as one without a break.
     """
     unit = max(FEWEST_ROWS, (1 << (count - 1).bit_length()) // 8)
     return -(-count // unit) * unit
