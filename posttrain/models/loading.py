@@ -143,6 +143,7 @@ def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) 
         return None
     from peft import LoraConfig
 
+    compat.ignore_renamed_argument()
     rows = None
     if chat is not None and chat.added_tokens:
         ids = list(range(len(chat.tokenizer) - chat.added_tokens, len(chat.tokenizer)))

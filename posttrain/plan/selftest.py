@@ -197,7 +197,7 @@ def why_not_recomputed(net: Any) -> str:
     except (ValueError, RuntimeError) as error:
         return one_line(error)
     finally:
-        if net.is_gradient_checkpointing:
+        if net.is_activation_checkpointing:
             net.gradient_checkpointing_disable()
         net.train(was_training)
         for parameter in trained:

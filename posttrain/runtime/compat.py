@@ -158,7 +158,7 @@ def shard_on_cpus() -> None:
 
 
 def ignore_renamed_argument() -> None:
-    """Hide transformers' warning about `gradient_checkpointing`, which TRL itself uses. Until TRL has changed it."""
+    """Hide transformers' warning about `gradient_checkpointing`, which TRL and peft use. Until both have changed it."""
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
 
 

@@ -325,17 +325,25 @@ def test_stream_error() -> None:
     assert not public(vars(utils), "StreamError"), "it has a public name now"
 
 
-def test_ignore_renamed_argument(tmp_path: Path) -> None:
+@pytest.mark.parametrize("library", ["trl", "peft"])
+def test_ignore_renamed_argument(library: str, tmp_path: Path) -> None:
+    def use() -> None:
+        if library == "trl":
+            SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+        else:
+            net = LlamaForCausalLM(LlamaConfig(**SMALL))
+            get_peft_model(net, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
     def warned() -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if patched:
                 compat.ignore_renamed_argument()
-            SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+            use()
         return [str(each.message) for each in caught if "gradient_checkpointing" in str(each.message)]
 
     patched = False
-    assert warned(), "TRL does not use the old name any more"
+    assert warned(), f"{library} does not use the old name any more"
     patched = True
     assert not warned()
 
