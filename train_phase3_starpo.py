@@ -59,13 +59,13 @@ class Evaluation(NamedTuple):
     """What an evaluation shows.
 
     metrics: by name. won: by environment, whether each of its levels was won, in the order of the levels. earned: the
-    same of rewards without penalties. first: the first two episodes of each environment, of those that this process
-    played.
+    same of rewards without penalties; None where an episode crashed. first: the first two episodes of each environment,
+    of those that this process played.
     """
 
     metrics: dict[str, float]
     won: dict[str, list[bool]]
-    earned: dict[str, list[float]]
+    earned: starpo.run_state.LevelRewards
     first: list[Trajectory]
 
 

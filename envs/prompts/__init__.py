@@ -238,7 +238,7 @@ class Prompts(TextEnv):
         """Take what a program and the model said, for the reward functions.
 
         Args:
-            prompt: the messages before the first answer.
+            prompt: the messages before the first answer that was sampled in this context.
             said: the answers, and what the program wrote between them.
             output: the end of what it printed.
             exit_code: None where it was stopped.

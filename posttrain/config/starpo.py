@@ -318,6 +318,11 @@ class StarPORun(TrainingRun):
                 f"`algorithm.advantage: {algorithm.advantage}` trains a critic on rewards, which `distillation.reward:"
                 " false` does not read: write `algorithm.advantage: grpo`"
             )
+        if ":" in algorithm.advantage:
+            raise wrong(
+                f"`algorithm.advantage: {algorithm.advantage}` reads rewards, and with `distillation.reward: false`"
+                " nothing is learned from them: leave it out"
+            )
         every_group = algorithm.model_copy(update={"filter": FilterSection(keep_zero=True)})
         object.__setattr__(self, "algorithm", every_group)
         return self

@@ -47,7 +47,7 @@ def check_source(model: ModelSection, key: str = "model.name_or_path") -> None:
             words += f" `posttrain gguf {shlex.quote(name)} FOLDER` makes such a folder of it."
         raise UserError(words)
     if os.path.isdir(name):
-        _must_be_no_adapter(model)
+        _must_be_no_adapter(model, key)
         if not os.path.isfile(folder / "config.json"):
             if os.path.isfile(folder / "final" / "config.json"):
                 raise UserError(f"{key}={name} is a run's folder. Name its result: {folder / 'final'}.")
@@ -82,7 +82,7 @@ def named_by(key: str) -> Iterator[None]:
         raise UserError(str(problem).replace("model.name_or_path", key)) from problem
 
 
-def _must_be_no_adapter(model: ModelSection) -> None:
+def _must_be_no_adapter(model: ModelSection, key: str = "model.name_or_path") -> None:
     """Raise UserError for the folder or the Hub name of a PEFT adapter, even where a model lies beside it.
 
     transformers would load the base model that the adapter names instead of the folder's.
@@ -102,7 +102,8 @@ def _must_be_no_adapter(model: ModelSection) -> None:
         if os.path.isfile(Path(model.name_or_path) / "config.json"):
             remedy += " If you mean the model in the same folder, remove the adapter's files."
     raise UserError(
-        f"{model.name_or_path} is an adapter: it contains {Path(file).name}. An adapter only changes a model. {remedy}"
+        f"{key}={model.name_or_path} is an adapter: it contains {Path(file).name}. An adapter only changes a model."
+        f" {remedy}"
     )
 
 

@@ -38,7 +38,8 @@ class Start(NamedTuple):
     pass_1, pass_k: the chance that one, or one of k, episodes of a level succeeds. differ: the share of groups whose
     rewards differ. entropy: nats a token. invalid, unfinished: shares of turns. between, within: the variances of
     success between levels, and between episodes of a level. levels: how many there were, k episodes of each. crashed:
-    share of the episodes, which are left out of all other figures.
+    share of the episodes, which are left out of all other figures. graded: the share of groups whose rewards differ
+    without penalties, too.
     """
 
     env: str
@@ -53,6 +54,7 @@ class Start(NamedTuple):
     within: float
     levels: int = LEVELS
     crashed: float = 0.0
+    graded: float = 0.0
 
     @classmethod
     def of(cls, env: str, groups: Sequence[Sequence[Trajectory]], entropies: Sequence[float]) -> Start:
@@ -81,6 +83,7 @@ class Start(NamedTuple):
             within=within,
             levels=len(groups),
             crashed=1 - sum(sizes) / played,
+            graded=fmean(differs(group, penalties=False) for group in groups),
         )
 
     def figures(self, rewarded: bool = True, words: Words = OF_GAMES) -> str:
@@ -126,20 +129,21 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
             f"Saturated: {seen}. Take harder {words.levels}{harder}, or"
             f" those that are not always {words.won} (envs.difficulty: auto), or fewer demonstrations before."
         )
-    elif rare and start.differ >= FEW:
+    elif rare and start.graded >= FEW:
         reached = f"{start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}"
         counted = "; the partial rewards of this environment teach before anything is won."
         if env.name == "prompts":
             counted = ". A prompt counts as solved from a first reward of options.success (by default 1)."
-        found.append(f"Rewards differ in {start.differ:.0%} of the groups, which teach, though {reached}{counted}")
+        found.append(f"Rewards differ in {start.graded:.0%} of the groups, which teach, though {reached}{counted}")
     elif rare:
         easier = f" ({env.easier})" if env.easier else ""
         shown, prompt = "phase 1 on good answers", "a clearer prompt"
         if env.has("expert"):
             shown, prompt = "demonstrations (posttrain env demos, then phase 1)", "a clearer prompt (protocol.system)"
+        penalties = " Groups differ by penalties, which teach the format alone." if start.differ >= FEW else ""
         found.append(
-            f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}. First {shown},"
-            f" {prompt}, or easier {words.levels}{easier}."
+            f"Hopeless as it is: {start.k} tries succeed on {start.pass_k:.0%} of the {words.levels}.{penalties} First"
+            f" {shown}, {prompt}, or easier {words.levels}{easier}."
         )
     elif start.differ < FEW and start.k > 1:
         found.append(
@@ -190,10 +194,16 @@ def rate_warning(cfg: StarPORun, parameters: int) -> str:
 def steps_to_see(start: Start, groups: int, size: int) -> int:
     """Return over how many steps success has to be averaged, before and after, to see a gain of `GAIN` at 95 %.
 
+    The variance of both means is taken halfway, as a test of two shares pools them: at 1 % of success it is a third of
+    that at 3.5 %. Levels are supposed to keep their part of it.
+
     Args:
+        start: with a success between 0 and 1.
         groups, size: of a step, each on a level of its own; episodes of a group.
     """
-    error = math.sqrt((start.between + start.within / size) / groups)
+    halfway = min(start.pass_1 + GAIN / 2, 1 - GAIN / 2)
+    grown = halfway * (1 - halfway) / (start.pass_1 * (1 - start.pass_1))
+    error = math.sqrt(grown * (start.between + start.within / size) / groups)
     return max(1, math.ceil(2 * (1.96 * error / GAIN) ** 2))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from posttrain.config import StarPORun, TrainingEnvSection
+from posttrain.starpo.monitoring.episodes import differs
 from posttrain.starpo.run_state import RunState
 from posttrain.types import Trajectory, derive_seed
 
@@ -67,7 +68,7 @@ def record_levels(
         kept = [each for each in state.levels.get(env, []) if each[0] > step - WINDOW - cfg.rollout.max_staleness]
         finished = [[t for t in group if not t.crashed] for group in groups]
         new = [
-            [step, group[0].level_seed, fmean(t.success for t in group), _differed(group)]
+            [step, group[0].level_seed, fmean(t.success for t in group), float(differs(group, penalties=False))]
             for group in finished
             if group and group[0].env == env
         ]
@@ -75,8 +76,3 @@ def record_levels(
         figures[f"rollout/{env}/levels_again"] = sum(seed in before for _, seed, *_ in new)
         state.levels[env] = kept + new
     return figures
-
-
-def _differed(group: Sequence[Trajectory]) -> float:
-    """Return 1.0 where the rewards of a level differed; penalties say nothing about a level."""
-    return float(len({round(sum(t.turn_rewards), 10) for t in group}) > 1)

@@ -22,6 +22,8 @@ from posttrain.starpo.learner import Learner
 from posttrain.types import UserError
 
 FILE = "state.json"
+# by environment, the reward of each level's episode; None where it crashed
+LevelRewards = Mapping[str, Sequence[float | None]]
 REMEDY = "Remove this checkpoint: --resume then takes an older one."
 
 
@@ -61,7 +63,7 @@ class RunState:
     best_step: int = 0
     best_success: float = -1.0
     best_won: dict[str, list[bool]] = field(default_factory=dict[str, list[bool]])  # by environment: validation levels
-    best_earned: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # on them, without penalties
+    best_earned: LevelRewards = field(default_factory=dict[str, list[float | None]])  # on them, without penalties
     joined: list[str] = field(default_factory=list[str])  # environments of the curriculum that are played by now
     levels: dict[str, list[list[float]]] = field(default_factory=dict[str, list[list[float]]])  # see `level_choice`
     first_answers: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by suite of former phases

@@ -35,7 +35,7 @@ from posttrain import config
 from posttrain.config.sft import SFTRun
 from posttrain.config.shared import ModelSection
 from posttrain.config.starpo import StarPORun
-from posttrain.models import loading as models
+from posttrain.models import loading as models, model_files
 from posttrain.models.chat import TEMPLATE_PATH, Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.plan import preflight
@@ -440,6 +440,9 @@ def test_an_adapter_is_no_model(base: Path, tmp_path: Path, monkeypatch: pytest.
     adapter = adapter_beside(base, tmp_path)
     with pytest.raises(UserError, match=rf"adapter is an adapter: .* Merge it into its base model \({base}\)"):
         preflight.check_run(run_config(tmp_path, adapter))
+    teacher = ModelSection(name_or_path=str(adapter))
+    with pytest.raises(UserError, match=rf"^distillation\.teacher={adapter} is an adapter: "):
+        model_files.check_source(teacher, "distillation.teacher")
     shutil.copytree(base, tmp_path / "final")
     with pytest.raises(UserError, match=rf"Name the folder in which it is merged: {tmp_path}/final\.$"):
         preflight.check_run(run_config(tmp_path, adapter))
@@ -459,7 +462,7 @@ def test_an_adapter_is_no_model(base: Path, tmp_path: Path, monkeypatch: pytest.
     (cached / "refs" / "main").write_text("a" * 40)
     for name, value in (("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_HUB_OFFLINE", True)):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-    with pytest.raises(UserError, match=r"^who/what is an adapter: .*somebody/else"):
+    with pytest.raises(UserError, match=r"^model.name_or_path=who/what is an adapter: .*somebody/else"):
         load("who/what")
 
 

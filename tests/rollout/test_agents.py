@@ -237,6 +237,25 @@ def test_answers_that_were_left_go_to_those_who_ask_the_same(tmp_path: Path, tin
     assert text(ask()[0]) == "1" and ask()[1] is not None
 
 
+def test_an_answer_that_was_left_counts_as_a_turn_when_it_is_taken(tmp_path: Path, tiny_chat: Chat) -> None:
+    """Another answer that is being written may be the last."""
+    episode = new_episode(section(tmp_path, ""), ProtocolSection(max_turns=1), 0, "train")
+    assert not isinstance(episode, Trajectory)
+    game = AgentGame(tiny_chat, episode, 100, 0)
+    one, two, again = (Asked([{"role": "user", "content": text}], []) for text in "aba")
+    answer = Completion([*tiny_chat.content_ids("x"), tiny_chat.stop_id], [0.0] * 2, True)
+    turn = game.begin_turn(one)
+    one.left = True
+    assert turn is not None
+    game.end_turn(turn, answer)
+    turn = game.begin_turn(two)
+    assert turn is not None and game.begin_turn(again) is None and not again.answer.done()
+    game.end_turn(turn, answer)
+    assert game.held_requests() == [again] and game.begin_turn(again) is None
+    refused: Any = again.answer.result(0)
+    assert "All 1 answers" in refused.words and game.trajectory.turns == 1
+
+
 def printed(prompts: Any, completions: Any, output: list[str], exit_code: list[int], **columns: Any) -> list[float]:
     """Whether a program printed the last answer; rewards see messages, the row and how the program ended."""
     assert all(prompt[-1]["role"] == "user" for prompt in prompts) and exit_code == [0] * len(output)

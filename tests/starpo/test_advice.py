@@ -21,7 +21,7 @@ from posttrain.starpo.learner import Learner
 from posttrain.starpo.run import levels
 from posttrain.types import Trajectory
 
-GOOD = Start("sokoban", 0.3, 0.9, 16, 0.8, 0.5, 0.05, 0.0, 0.04, 0.1)
+GOOD = Start("sokoban", 0.3, 0.9, 16, 0.8, 0.5, 0.05, 0.0, 0.04, 0.1, graded=0.8)
 
 
 def episode(won: bool, invalid: int = 0, unfinished: int = 0) -> Trajectory:
@@ -37,7 +37,7 @@ def test_a_start_is_counted() -> None:
         [episode(False), episode(False, invalid=1)],
     ]
     start = Start.of("frozen_lake", groups, [0.2, 0.4])
-    expected = Start("frozen_lake", 0.5, 2 / 3, 2, 1 / 3, 0.3, 2 / 12, 1 / 12, 0.25 - 1 / 12, 1 / 6, 3)
+    expected = Start("frozen_lake", 0.5, 2 / 3, 2, 1 / 3, 0.3, 2 / 12, 1 / 12, 0.25 - 1 / 12, 1 / 6, 3, 0.0, 1 / 3)
     assert (start.env, start.k) == (expected.env, expected.k)
     assert start[1:3] + start[4:] == pytest.approx(expected[1:3] + expected[4:])
 
@@ -60,9 +60,14 @@ def test_crashed_episodes_are_left_out_and_counted() -> None:
         ({"pass_1": 0.95, "pass_k": 1.0, "differ": 0.1}, 1e9, ["Saturated: 90% of the groups teach nothing", "boxes"]),
         ({"pass_1": 0.95, "pass_k": 1.0, "differ": 1.0}, 1e9, ["Saturated: 95% of the episodes succeed. Take harder"]),
         (
-            {"pass_1": 0.0, "pass_k": 0.05, "differ": 0.1},
+            {"pass_1": 0.0, "pass_k": 0.05, "differ": 0.1, "graded": 0.1},
             1e9,
-            ["Hopeless as it is: 16 tries succeed on 5% of the levels", "demos"],
+            ["Hopeless as it is: 16 tries succeed on 5% of the levels. First demonstrations", "demos"],
+        ),
+        (
+            {"pass_1": 0.0, "pass_k": 0.05, "differ": 1.0, "graded": 0.1},
+            1e9,
+            ["Hopeless as it is", "Groups differ by penalties, which teach the format alone."],
         ),
         ({"pass_1": 0.0, "pass_k": 0.0}, 1e9, ["Rewards differ in 80% of the groups, which teach", "partial rewards"]),
         ({"differ": 0.0}, 1e9, ["Few groups teach: the rewards of 0% differ", "envs.difficulty: auto"]),
@@ -79,14 +84,14 @@ def test_what_follows_is_said(changes: dict[str, Any], parameters: float, words:
 
 
 def test_prompts_have_no_demonstrations_to_begin_with() -> None:
-    start = GOOD._replace(pass_1=0.0, pass_k=0.05, differ=0.1)
+    start = GOOD._replace(pass_1=0.0, pass_k=0.05, differ=0.1, graded=0.1)
     (found,) = verdicts(start, envs.make("prompts"), 64, 10**9)
     assert "phase 1 on good answers" in found and "demos" not in found and "protocol." not in found
 
 
 def test_graded_rewards_of_prompts_teach_below_success() -> None:
     """A reward of 0 to .9 never counts as solved, and all groups may differ."""
-    (found,) = verdicts(GOOD._replace(pass_1=0.0, pass_k=0.0, differ=1.0), envs.make("prompts"), 64, 10**9)
+    (found,) = verdicts(GOOD._replace(pass_1=0.0, pass_k=0.0, differ=1.0, graded=1.0), envs.make("prompts"), 64, 10**9)
     assert "differ in 100% of the groups" in found and "options.success (by default 1)" in found
     assert "Hopeless" not in found
 
@@ -101,7 +106,8 @@ def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
         {"pass_1": 0.95},
         {"pass_1": 0.95, "differ": 1.0},
         {"pass_k": 0.05, "pass_1": 0.0},
-        {"pass_k": 0.05, "pass_1": 0.0, "differ": 0.1},
+        {"pass_k": 0.05, "pass_1": 0.0, "differ": 0.1, "graded": 0.1},
+        {"pass_k": 0.05, "pass_1": 0.0, "differ": 0.8, "graded": 0.1},
         {"entropy": 0.1},
     ):
         start = GOOD._replace(env="prompts", **changes)
@@ -169,21 +175,31 @@ def test_a_rate_above_what_is_known_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("success", "size", "groups"), [((0.5,), 4, 8), ((0.5,), 8, 16), ((0.1,), 4, 8), ((0.0, 0.2, 1.0), 16, 8)]
+    ("success", "halfway", "size", "groups"),
+    [
+        ((0.5,), (0.525,), 4, 8),
+        ((0.5,), (0.525,), 8, 16),
+        ((0.1,), (0.125,), 4, 8),
+        ((0.02,), (0.045,), 4, 4),
+        ((0.97,), (0.975,), 4, 4),
+        ((0.0, 0.2, 1.0), (0.0, 0.26, 1.0), 16, 8),
+    ],
 )
-def test_a_gain_is_seen_in_as_many_steps_as_are_said(success: tuple[float, ...], size: int, groups: int) -> None:
-    """Without a gain, differences of so many steps' means lie within it in 95 of 100 cases."""
+def test_a_gain_is_seen_in_as_many_steps_as_are_said(
+    success: tuple[float, ...], halfway: tuple[float, ...], size: int, groups: int
+) -> None:
+    """Halfway through the gain, differences of so many steps' means lie within it in 95 of 100 cases by chance."""
     draw = np.random.default_rng(0)
 
-    def won(count: int, episodes: int) -> Any:
-        return draw.binomial(episodes, draw.choice(success, count))
+    def won(count: int, episodes: int, chances: tuple[float, ...]) -> Any:
+        return draw.binomial(episodes, draw.choice(chances, count))
 
     # what --advise plays
-    measured = [[[episode(n < wins) for n in range(16)] for wins in won(64, 16)] for _ in range(40)]
+    measured = [[[episode(n < wins) for n in range(16)] for wins in won(64, 16, success)] for _ in range(40)]
     steps = [steps_to_see(Start.of("frozen_lake", each, []), groups, size) for each in measured]
     said = round(float(np.mean(steps)))
     assert np.std(steps) < 0.25 * said
-    means = won(4000 * 2 * said * groups, size).reshape(4000, 2, -1).mean(-1) / size
+    means = won(4000 * 2 * said * groups, size, halfway).reshape(4000, 2, -1).mean(-1) / size
     seen = float(np.quantile(np.abs(means[:, 0] - means[:, 1]), 0.95))
     assert 0.92 * GAIN < seen < 1.05 * GAIN  # no variance is below 0, so it is slightly overestimated
 

@@ -17,10 +17,10 @@ from posttrain.plan.selftest import can_share_prefixes
 from posttrain.rollout.thoughts import Thought
 from posttrain.starpo.monitoring import collapse, watch
 from posttrain.starpo.monitoring.collapse import thoughts_and_prompts
-from posttrain.starpo.monitoring.episodes import answers_of, describe, reward_table
+from posttrain.starpo.monitoring.episodes import Summary, aggregate, answers_of, describe, reward_table
 from posttrain.starpo.monitoring.monitor import Monitor
 from posttrain.starpo.run import make_learner
-from posttrain.starpo.run_state import RunState
+from posttrain.starpo.run_state import LevelRewards, RunState
 from posttrain.types import OF_GAMES, Trajectory, words_of
 
 
@@ -132,6 +132,30 @@ def test_where_success_is_constant_rewards_are_compared(solved: bool, earned: li
     mixed = {"p": [*won["p"][1:], not solved]}  # success differs between levels: it alone is compared
     assert not Monitor.compare_with_best(prompts_monitor(said), state, 2, mixed, {"p": earned})[0]
     assert "mean reward" not in said[1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 7), (7, 0), (0, 8), (4, 4)])
+def test_a_policy_that_crashes_earns_no_more_than_the_worst(before: int, after: int) -> None:
+    """Where rewards are negative, a crashed episode with none would be the best there is."""
+    said: list[str] = []
+    won = {"p": [False] * 8}
+
+    def earned(crashed: int) -> LevelRewards:
+        return {"p": [None] * crashed + [-1.0 - n / 10 for n in range(crashed, 8)]}
+
+    state = RunState(best_won=won, best_earned=earned(before))
+    better, _ = Monitor.compare_with_best(prompts_monitor(said), state, 2, won, earned(after))
+    # of eight levels, seven are better than the worst one where the former policy alone crashed
+    assert better == (before > after), said
+
+
+def test_a_crashed_episode_has_no_reward() -> None:
+    whole = Trajectory(env="p", level_seed=1, noise_seed=0, turn_rewards=[-1.0], turn_penalties=[-0.5])
+    crashed = Trajectory(env="p", level_seed=2, noise_seed=0, crashed="ValueError: x")
+    episodes = [Summary.of(whole), Summary.of(crashed)]
+    assert [each.earned for each in episodes] == [-1.0, None]
+    figures = aggregate(episodes)
+    assert (figures["reward"], figures["crashed"]) == (-1.5, 1)
 
 
 @pytest.mark.parametrize(("wins", "kept"), [(8, True), (5, True), (4, True), (3, False), (0, False)])

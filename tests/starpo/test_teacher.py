@@ -344,6 +344,7 @@ def test_a_broken_teacher_is_refused_by_its_own_key(player: Path, tmp_path: Path
         ({"reward": False, "algorithm": {"preset": "starpo-s", "filter": {"strategy": "min_p"}}}, "algorithm.filter"),
         ({"reward": False, "rollout": {"refill": 4}}, "write `rollout.refill: 0`"),
         ({"reward": False, "algorithm": {"advantage": "gae"}}, "trains a critic.*write `algorithm.advantage: grpo`"),
+        ({"reward": False, "algorithm": {"advantage": "examples.own_advantage:group_relative"}}, "leave it out"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(keys: dict[str, Any], words: str) -> None:

@@ -285,7 +285,8 @@ class AgentGame:
             if turn.asked.digest == asked.digest and not turn.wanted:
                 turn.others.append(asked)
                 return True
-        if self._unclaimed.get(asked.digest) and not self.over and self.trajectory.turns < self.most_turns:
+        free = self.trajectory.turns + len(self.pending) < self.most_turns
+        if self._unclaimed.get(asked.digest) and not self.over and free:
             turn, completion = self._unclaimed[asked.digest].pop(0)
             segment = turn.branch.segment
             if not turn.branch.busy and (segment is None or len(segment.ids) == len(turn.ids) - turn.new):

@@ -42,7 +42,7 @@ class Summary(NamedTuple):
     logprob: float  # sum over the sampled tokens
     context: int  # tokens of the longest context
     reward: float
-    earned: float  # the reward without penalties
+    earned: float | None  # the reward without penalties; None where the episode crashed
     calls: int | None  # of tools; None without
     failed_calls: int | None
 
@@ -52,16 +52,15 @@ class Summary(NamedTuple):
         same = {name: getattr(t, name) for name in cls._fields if name not in ("actions", "logprob", "earned")}
         same |= {name: bool(same[name]) for name in ("success", "terminated", "truncated", "crashed")}
         same["level_key"] = t.level_key or f"never begun: {t.level_seed}"
-        return cls(
-            **same, actions=len(t.actions), logprob=sum(t.sampled_logprobs), earned=float(sum(t.turn_rewards))
-        )  # fmt: skip
+        earned = None if t.crashed else float(sum(t.turn_rewards))
+        return cls(**same, actions=len(t.actions), logprob=sum(t.sampled_logprobs), earned=earned)
 
     @classmethod
     def of_record(cls, record: Record) -> Summary:
         """Summarise a row of the evaluator or of a scripted policy; a field that it lacks is 0 or False."""
         kept: Record = {name: record.get(name, 0) for name in cls._fields}
         kept |= {"success": bool(record["success"]), "crashed": bool(kept["crashed"]), "level_key": record["level"]}
-        kept |= {"reward": record["return"], "earned": record["return"], "actions": 0}
+        kept |= {"reward": record["return"], "earned": None if kept["crashed"] else record["return"], "actions": 0}
         kept |= {name: record.get(name) for name in ("calls", "failed_calls")}
         return cls(**kept)
 
@@ -69,8 +68,10 @@ class Summary(NamedTuple):
 def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
     """Return figures of episodes, by the last part of their names.
 
-    `crashed` and `tokens` are counts. Figures of turns and tokens are means over all of them, the rest over episodes.
+    `crashed` and `tokens` are counts. Figures of turns and tokens are means over all of them, the rest over episodes,
+    `reward` over those that did not crash (0 if all did).
     """
+    rewards = [e.reward for e in episodes if not e.crashed]
     count, turns = len(episodes), max(1, sum(e.turns for e in episodes))
     tokens, actions = sum(e.tokens for e in episodes), sum(e.actions for e in episodes)
     calling = [(e.calls, e.failed_calls or 0) for e in episodes if e.calls is not None]
@@ -85,7 +86,7 @@ def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
     )
     return of_tools | {
         "success": sum(e.success for e in episodes) / count,
-        "reward": sum(e.reward for e in episodes) / count,
+        "reward": sum(rewards) / max(1, len(rewards)),
         "terminated": sum(e.terminated for e in episodes) / count,
         "truncated": sum(e.truncated for e in episodes) / count,
         "crashed": sum(e.crashed for e in episodes),
@@ -115,13 +116,11 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
     trajectories = [t for group in groups for t in group]
     episodes = [Summary.of(t) for t in trajectories]
     alive = [[t.reward for t in group if not t.crashed] for group in groups]
-    rewards = [reward for group in alive for reward in group]
     stds = [each for each, group in zip(std, alive, strict=True) if group] or [0.0]
     answers = [ids for t in trajectories for ids in answers_of(t)]
 
     out = {f"rollout/{name}": value for name, value in aggregate(episodes).items()}
     out |= {
-        "rollout/reward": sum(rewards) / max(1, len(rewards)),  # crashed episodes have none
         "rollout/in_group_std": sum(stds) / len(stds),
         "rollout/in_group_max": sum(max(group) for group in alive if group) / max(1, sum(map(bool, alive))),
         "rollout/kept_in_group_std": sum(std[number] for number in kept) / max(1, len(kept)),
@@ -148,9 +147,13 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
     return out
 
 
-def differs(group: Sequence[Trajectory]) -> bool:
-    """Return whether the episodes of a group have different rewards, crashed ones aside: only these groups teach."""
-    return len({round(t.reward, 10) for t in group if not t.crashed}) > 1
+def differs(group: Sequence[Trajectory], penalties: bool = True) -> bool:
+    """Return whether the episodes of a group have different rewards, crashed ones aside: only these groups teach.
+
+    penalties: whether these count. What they teach is the format.
+    """
+    alive = [t for t in group if not t.crashed]
+    return len({round(t.reward if penalties else sum(t.turn_rewards), 10) for t in alive}) > 1
 
 
 def part_means(trajectories: Sequence[Trajectory], env: str) -> dict[str, float]:

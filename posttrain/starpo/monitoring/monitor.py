@@ -18,7 +18,7 @@ from posttrain.starpo.monitoring import transcripts, watch
 from posttrain.starpo.monitoring.alarms import Alarm
 from posttrain.starpo.monitoring.collapse import work
 from posttrain.starpo.monitoring.token_figures import TokenFigures, token_figures
-from posttrain.starpo.run_state import RunState
+from posttrain.starpo.run_state import LevelRewards, RunState
 from posttrain.types import Trajectory, words_of
 
 EVIDENCE = 0.05  # the largest probability that a policy which is not better becomes the best
@@ -76,13 +76,14 @@ class Monitor:
         transcripts.show_validation(self.cfg, played, step, self.boards, self.say)
 
     def compare_with_best(
-        self, state: RunState, step: int, won: dict[str, list[bool]], earned: dict[str, list[float]]
+        self, state: RunState, step: int, won: dict[str, list[bool]], earned: LevelRewards
     ) -> tuple[bool, dict[str, float]]:
         """Return whether this policy wins more validation levels than the best so far, and figures of the difference.
 
-        Where both win all or none of them, it has to earn more. Where rewards are not learned from, it must not win
-        fewer. An equal policy may become the best, or be refused for fewer, with a probability of at most EVIDENCE in
-        the last evaluation, and of at most EVIDENCE in all evaluations before it together.
+        Where both win all or none of them, it has to earn more; a crashed episode earns what the worst one did. Where
+        rewards are not learned from, it must not win fewer. An equal policy may become the best, or be refused for
+        fewer, with a probability of at most EVIDENCE in the last evaluation, and of at most EVIDENCE in all evaluations
+        before it together.
 
         Args:
             won, earned: by environment, of each level; `earned` without penalties.
@@ -109,13 +110,12 @@ class Monitor:
         else:
             chance = chance_of_gain(before, after)
             if len({*before, *after}) == 1 and earned != state.best_earned:  # success cannot tell them apart
-                rise, _ = paired_difference(state.best_earned, earned)
-                mean = fmean(fmean(levels) for levels in earned.values())
+                rewards = _with_crashed(state.best_earned, earned)
+                rise, _ = paired_difference(*rewards)
+                mean = fmean(fmean(levels) for levels in rewards[1].values())
                 shown += f"as at step {state.best_step}; mean reward {mean:.3g}, "
                 points = f"{rise:+.3g}"
-                chance = chance_of_rise(
-                    *([one for name in won for one in of[name]] for of in (state.best_earned, earned))
-                )
+                chance = chance_of_rise(*([one for name in won for one in of[name]] for of in rewards))
             better = chance <= allowed
             self.say(
                 f"{shown}{points} against step {state.best_step} {same} such a gain has a probability of {chance:.2g}"
@@ -137,3 +137,18 @@ class Monitor:
     def close(self) -> None:
         self.progress.close()
         self.boards.finish()
+
+
+def _with_crashed(*evaluations: LevelRewards) -> list[dict[str, list[float]]]:
+    """Return evaluations of the same levels in which a crashed episode has the lowest reward of its environment.
+
+    With 0, a policy that crashes would beat one whose rewards are negative. 0 where no episode has a reward.
+    """
+    lowest = {
+        name: min((each for of in evaluations for each in of[name] if each is not None), default=0.0)
+        for name in evaluations[0]
+    }
+    return [
+        {name: [lowest[name] if each is None else each for each in levels] for name, levels in of.items()}
+        for of in evaluations
+    ]
