@@ -32,7 +32,7 @@ from posttrain.models.forward import head_logprobs, trained_states
 from posttrain.plan.episodes import learning
 from posttrain.plan.selftest import can_be_deterministic
 from posttrain.rollout.engine import open_engine
-from posttrain.rollout.engines.graphs import GraphSampler
+from posttrain.rollout.engines.graphs import CudaRecorder, GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.runtime import hardware
 from posttrain.starpo.monitoring.alarm_limits import HALF_PRECISION_GAP
@@ -89,9 +89,20 @@ def test_a_step_that_waits_for_the_gpu_is_launched_and_harms_nothing(capsys: pyt
     assert "cannot be recorded" in line and "captur" in line and "previous error" not in line
     assert torch.cuda.current_stream() == stream
     torch.cuda.empty_cache()
+    torch.rand(1, device="cuda")
     model(input_ids=torch.tensor([[3, 4, 5]], device="cuda")).logits.sum().backward()
     with pytest.warns(UserWarning, match="decoded without CUDA graphs"):
         assert type(open_engine(model, STOPS, PAD)) is SlotSampler
+
+
+def test_a_graph_is_replayed_after_another_one_could_not_be_recorded() -> None:
+    number, recorder = torch.zeros((), device="cuda"), CudaRecorder()
+    replay = recorder.record(lambda: number.add_(1))
+    with pytest.raises(RuntimeError, match="captur"):
+        recorder.record(lambda: number.item())
+    replay()
+    recorder.record(lambda: number.mul_(2))()
+    assert number.item() == 2
 
 
 @pytest.mark.parametrize("engine", [SlotSampler, GraphSampler])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -53,29 +53,38 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream()
         self._graphs = WeakSet[torch.cuda.CUDAGraph]()  # that use the pool
         self._pool = torch.cuda.graph_pool_handle()
+        self._written = torch.zeros(1, device="cuda")
 
     def record(self, step: Step) -> Step:
-        """Record a step as `torch.cuda.graph` does; when it fails, go back to the stream from before and raise why.
+        """Record a step as `torch.cuda.graph` does; when it fails, leave nothing behind and raise why.
 
         `torch.cuda.graph` stays on its stream then, with the allocator in its pool, and raises a consequence.
         """
         if not self._graphs:  # a pool cannot be used again when all graphs in it are gone
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the pool cannot use what is cached outside of it
         with torch.cuda.stream(self._stream):
             try:
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    step()
-                finally:
-                    graph.capture_end()  # fails, too, after an error in the step
+                graph = _capture(step, self._pool)
             except Exception as error:
                 _leave_pool(self._stream.device_index, self._pool)
+                # until torch 2.13, its random numbers stay in the capture, and no graph can be replayed, until one ends
+                with suppress(RuntimeError):
+                    _capture(self._written.zero_, torch.cuda.graph_pool_handle())
                 raise (error.__context__ or error) from None
         self._graphs.add(graph)
         return graph.replay
+
+
+def _capture(step: Step, pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        step()
+    finally:
+        graph.capture_end()  # fails, too, after an error in the step
+    return graph
 
 
 def _leave_pool(device: int, pool: tuple[int, int]) -> None:
@@ -176,8 +185,8 @@ class GraphSampler(SlotSampler):
     def writing_for(self, params: SamplingParams) -> Writing:
         kind = self.model.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        if (seen := (autocast, *self._dependencies())) != self._seen:
-            if self._seen and self._seen[0] != autocast:  # the cache has another precision
+        if (seen := ((autocast, self.model.dtype), *self._dependencies())) != self._seen:
+            if self._seen and self._seen[0] != seen[0]:  # the cache has another precision
                 super().free_cache()
                 self._readers.clear()
                 self._cached = dict.fromkeys(self._cached, 0)
