@@ -18,7 +18,6 @@ from posttrain.types import Completion, UserError, derive_seed, one_line
 
 if TYPE_CHECKING:
     from envs import TextEnv
-    from envs.episode import Episode
     from posttrain.serving.generation import Answer, Generator
 
 SPLIT = "test"  # levels that neither training nor the choice of a checkpoint uses
@@ -79,6 +78,8 @@ class PlayedLevel:
         context = Context(cfg.context, cfg.context_turns, generator.context)
         self.game = Game(generator.chat, self.episode, context, self.budget)
         self.over = not self.game.look()
+        if self.over:
+            self._end()
 
     @property
     def observation(self) -> str:
@@ -107,7 +108,21 @@ class PlayedLevel:
         cut = "" if answer.finished else f", cut after {self.budget} tokens"
         invalid = "" if valid else f", invalid answer: {played.turn_penalties[-1]:g}"
         self.over = not (going and self.game.look())
-        return f"{did}, reward {played.turn_rewards[-1]:g}{invalid}{cut}", valid
+        if self.over:
+            self._end()
+        gained = f"no reward: {played.crashed}" if played.crashed else f"reward {played.turn_rewards[-1]:g}"
+        return f"{did}, {gained}{invalid}{cut}", valid
+
+    def _end(self) -> None:
+        """Record how the level ended, with the reward that an environment gives after the last turn."""
+        from envs.web import NoAnswer
+        from posttrain.rollout import score_late
+
+        self.game.finish()
+        try:
+            score_late([self.game.trajectory])
+        except NoAnswer as problem:  # the page needs it as a UserError
+            raise UserError(str(problem)) from problem
 
 
 def show_levels(
@@ -133,8 +148,8 @@ def show_levels(
             rules = level.episode.messages[0]["content"]
             out.print(Text(escape_control_characters(rules), "dim"), soft_wrap=not out.is_terminal)
         play_level(level, out, f"level {number + 1}", delay)
-        won += level.episode.success
-        out.print(describe_episode_end(level.episode, level.game.trajectory.reward), soft_wrap=True)
+        won += level.game.trajectory.success
+        out.print(describe_episode_end(level), soft_wrap=True)
     if episodes > 1:
         low, high = metrics.wilson(won, episodes)
         out.print(f"\n{won} of {episodes} levels solved ({won / episodes:.0%}; 95 % interval {low:.0%} to {high:.0%})")
@@ -150,18 +165,20 @@ def play_level(level: PlayedLevel, out: Console, title: str, delay: float) -> No
         print(level.episode.protocol.opening, end="")
         stream(answer)
         result, valid = level.take(answer)
-        out.print(Text(f"-> {result}", "bold" if valid else "yellow"))
+        out.print(Text(f"-> {escape_control_characters(result)}", "bold" if valid else "yellow"))
         time.sleep(delay)
     out.print(Text(), beside(env, ""), sep="\n")
 
 
-def describe_episode_end(episode: Episode, total: float) -> Text:
-    """Return how an episode ended: `Solved after 3 turns, return 1.`"""
-    turns = f"after {episode.turns} turn{'' if episode.turns == 1 else 's'}, return {round(total, 6):g}"
-    if episode.success:
+def describe_episode_end(level: PlayedLevel) -> Text:
+    """Return how a level ended: `Solved after 3 turns, return 1.`"""
+    episode, played = level.episode, level.game.trajectory
+    turns = f"after {episode.turns} turn{'' if episode.turns == 1 else 's'}, return {round(played.reward, 6):g}"
+    if played.success:
         return Text(f"Solved {turns}.", "bold green")
-    limit = "out of turns or actions" if episode.truncated else "the model's context is full"
-    return Text(f"Not solved ({episode.failure or ('over' if episode.terminated else limit)}) {turns}.", "bold red")
+    limit = "the model's context is full" if played.out_of_context else "out of turns or actions"
+    reason = played.crashed or played.failure or ("over" if played.terminated else limit)
+    return Text(f"Not solved ({escape_control_characters(reason)}) {turns}.", "bold red")
 
 
 def beside(env: TextEnv, text: str) -> Table:

@@ -560,6 +560,62 @@ def test_play_forgets_old_turns_and_ends_where_nothing_fits(says: Says, answers:
     assert "Not solved (the model's context is full) after 0 turns" in said.out
 
 
+OWN_REWARDS = """
+def same(prompts, completions, completion_ids, answer, **columns):
+    assert all(ids != list(each.encode()) for ids, each in zip(completion_ids, completions)), "those of the model"
+    return [float(str(each)[-1] == right) for each, right in zip(completions, answer)]
+def raises(prompts, completions, **columns):
+    raise OSError("no \\x1b[2J disk")
+def nothing(prompts, completions, **columns):
+    return [None] * len(completions)
+"""
+
+
+@pytest.fixture
+def own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """`own_prompts(rewards=["own_play:same"])` gives `envs` with own prompts, whose right answers end with 5."""
+    (tmp_path / "own_play.py").write_text(OWN_REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_play", raising=False)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} + {5 - n}", "answer": "5"}) + "\n" for n in range(40)))
+    return lambda **options: f"envs={json.dumps([{'name': 'prompts', 'options': {'path': str(file), **options}}])}"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said", "ends"),
+    [
+        (["own_play:same"], "It is 5", ["It is 5, reward 1\n", "Solved after 1 turn, return 1."]),
+        (["own_play:same"], "It is 6", ["It is 6, reward 0\n", "Not solved (wrong answer) after 1 turn, return 0."]),
+        (
+            [{"name": "own_play:same", "weight": 2}, {"name": "exact_match", "weight": 0.5}], "5",
+            ["5, reward 2.5\n", "Solved after 1 turn, return 2.5."],
+        ),
+        (
+            ["own_play:raises"], "5",
+            ["no reward: the reward raises raised OSError: no ␛[2J disk", "Not solved (the reward raises raised"],
+        ),
+        (["own_play:nothing"], "5", ["no reward: no reward function applies\n", "Not solved (no reward function"]),
+    ],
+)  # fmt: skip
+def test_play_scores_own_prompts_as_a_rollout_does(
+    says: Says, answers: Callable[..., Any], own_prompts: Callable[..., str],
+    rewards: list[Any], said: str, ends: list[str],
+) -> None:  # fmt: skip
+    answers(said)
+    out = says("--play", "prompts", own_prompts(rewards=rewards), "--episodes", "2").out
+    assert [out.count(end) for end in ends] == [2, 2]
+    assert f"{2 * ends[-1].startswith('Solved')} of 2 levels solved" in out
+
+
+def test_play_ends_where_a_reward_is_to_end_a_run(
+    says: Says, answers: Callable[..., Any], own_prompts: Callable[..., str]
+) -> None:
+    answers("5")
+    with pytest.raises(UserError, match=r"raised OSError: .* With on_error: skip"):
+        says("--play", "prompts", own_prompts(rewards=["own_play:raises"], on_error="stop"))
+
+
 @pytest.mark.parametrize("change", ["context=last_k", "context=single_turn"])
 def test_play_shows_a_turn_what_it_was_trained_under(
     says: Says, answers: Callable[..., Any], change: str, tiny_chat: Chat

@@ -42,7 +42,7 @@ from envs.protocol import Protocol
 from posttrain import config
 from posttrain.config.chat import ChatRun
 from posttrain.config.data import Source
-from posttrain.config.shared import ModelSection
+from posttrain.config.shared import EnvSection, ModelSection
 from posttrain.data.filters import keep_dialogue
 from posttrain.data.reading import read_rows
 from posttrain.models import loading as models
@@ -634,6 +634,21 @@ def test_a_turn_that_comes_too_late_to_be_cancelled_is_void() -> None:
     """The page may ask for a turn just after it has opened another level, too late for gradio to cancel it."""
     seat = playing.Seat(opened=2)
     assert list(playing.PlayTab.turn(SimpleNamespace(), seat, 1)) == []  # type: ignore[arg-type]
+
+
+def test_own_prompts_are_scored_in_the_browser_too(
+    cfg: ChatRun, both: list[Scripted], model: Script, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} + {5 - n}", "answer": "5"}) + "\n" for n in range(40)))
+    env = EnvSection(name="prompts", options={"path": str(file), "rewards": ["exact_match"]})
+    tab, seat = playing.PlayTab({"model 1": both[0]}, cfg.model_copy(update={"envs": [env]})), playing.Seat()
+    for said, reward, status in (("5", 1, "Solved"), ("6", 0, "Not solved (wrong answer)")):
+        model.text = lambda said=said: said
+        tab.open(seat, "model 1", "prompts", 1, playing.ROLLOUTS)
+        list(tab.turn(seat))
+        assert seat.turns == [["1", said, f"{said}, reward {reward}"]]
+        assert tab.view(seat)[1] == f"{status} after 1 turn, return {reward}."
 
 
 # ------------------------------------------------------------------------------------------------------ many, and few

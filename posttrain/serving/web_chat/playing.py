@@ -131,7 +131,7 @@ class PlayTab:
         episode, total = level.episode, level.game.trajectory.reward
         now = f"Turn {episode.turns + 1} of {episode.protocol.max_turns}, return so far {round(total, 6):g}"
         if level.over:
-            now = describe_episode_end(episode, total).plain
+            now = describe_episode_end(level).plain
         observation = level.observation if not level.over else episode.env.observe()
         past = html_table([["turn", "answer", "result"], *seat.turns], "words") if seat.turns else ""
         return pictured(level), now, observation, past, *enabled(step=not level.over, stop=False)
