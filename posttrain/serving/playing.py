@@ -159,7 +159,7 @@ def play_level(level: PlayedLevel, out: Console, title: str, delay: float) -> No
     """Play a level to its end, on the terminal."""
     env = level.episode.env
     while not level.over:
-        out.print(Text(f"\n{title}, turn {level.episode.turns + 1}", "bold"))
+        out.print(Text(f"\n{title}, turn {level.game.trajectory.turns + 1}", "bold"))
         out.print(beside(env, level.observation))
         answer = level.answer()
         print(level.episode.protocol.opening, end="")
@@ -172,8 +172,8 @@ def play_level(level: PlayedLevel, out: Console, title: str, delay: float) -> No
 
 def describe_episode_end(level: PlayedLevel) -> Text:
     """Return how a level ended: `Solved after 3 turns, return 1.`"""
-    episode, played = level.episode, level.game.trajectory
-    turns = f"after {episode.turns} turn{'' if episode.turns == 1 else 's'}, return {round(played.reward, 6):g}"
+    played = level.game.trajectory
+    turns = f"after {played.turns} turn{'' if played.turns == 1 else 's'}, return {round(played.reward, 6):g}"
     if played.success:
         return Text(f"Solved {turns}.", "bold green")
     limit = "the model's context is full" if played.out_of_context else "out of turns or actions"

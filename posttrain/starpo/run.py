@@ -367,8 +367,9 @@ def play_command(cfg: StarPORun, final: Path) -> str:
     """Return the command that shows how the model plays the first environment, as in the run."""
     env, protocol, rollout = cfg.envs[0], cfg.protocol, cfg.rollout
     changes: dict[str, Any] = {"model.name_or_path": str(final)}
-    if env.options or env.label:
-        changes["envs"] = [env.model_dump(include={"name", "options", "label"}, exclude_defaults=True)]
+    played = env.model_dump(include=set(EnvSection.model_fields) - {"weight"}, exclude_defaults=True)
+    if played.keys() - {"name"}:
+        changes["envs"] = [played]
     changes |= {f"protocol.{key}": value for key, value in protocol.model_dump(exclude_defaults=True).items()}
     for key in ("max_completion_length", "context", "context_turns"):
         if (value := getattr(rollout, key)) != ChatRun.model_fields[key].default:

@@ -616,6 +616,26 @@ def test_play_ends_where_a_reward_is_to_end_a_run(
         says("--play", "prompts", own_prompts(rewards=["own_play:raises"], on_error="stop"))
 
 
+def test_play_calls_the_tools_of_the_environment(
+    says: Says, answers: Callable[..., Any], own_prompts: Callable[..., str], tiny_chat: Chat
+) -> None:
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2+3"}}\n</tool_call>'
+    (env,) = json.loads(own_prompts(rewards=["exact_match"]).removeprefix("envs="))
+    env |= {"tools": ["examples.own_tool:calculate"], "max_calls": 1}
+    shown = answers(call, "5")
+    out = says("--play", "prompts", f"envs={json.dumps([env])}").out
+    first, second = (tiny_chat.decode(ids) for ids in shown)
+    assert '"name": "calculate"' in first and second.endswith(
+        "\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert re.findall("level 1, turn (.)", out) == ["1", "2"]
+    assert "-> calls calculate, reward 0\n" in out and "-> 5, reward 1\n" in out
+    assert "Solved after 2 turns, return 1." in out
+    answers(call)
+    out = says("--play", "prompts", f"envs={json.dumps([env])}").out
+    assert out.count("-> calls calculate, reward 0\n") == 2, "the second one is refused and ends the level"
+
+
 @pytest.mark.parametrize("change", ["context=last_k", "context=single_turn"])
 def test_play_shows_a_turn_what_it_was_trained_under(
     says: Says, answers: Callable[..., Any], change: str, tiny_chat: Chat

@@ -636,19 +636,42 @@ def test_a_turn_that_comes_too_late_to_be_cancelled_is_void() -> None:
     assert list(playing.PlayTab.turn(SimpleNamespace(), seat, 1)) == []  # type: ignore[arg-type]
 
 
-def test_own_prompts_are_scored_in_the_browser_too(
-    cfg: ChatRun, both: list[Scripted], model: Script, tmp_path: Path
-) -> None:
+@pytest.fixture
+def own_prompts(tmp_path: Path) -> EnvSection:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n} + {5 - n}", "answer": "5"}) + "\n" for n in range(40)))
-    env = EnvSection(name="prompts", options={"path": str(file), "rewards": ["exact_match"]})
-    tab, seat = playing.PlayTab({"model 1": both[0]}, cfg.model_copy(update={"envs": [env]})), playing.Seat()
+    return EnvSection(name="prompts", options={"path": str(file), "rewards": ["exact_match"]})
+
+
+def test_own_prompts_are_scored_in_the_browser_too(
+    cfg: ChatRun, both: list[Scripted], model: Script, own_prompts: EnvSection
+) -> None:
+    tab, seat = playing.PlayTab({"model 1": both[0]}, cfg.model_copy(update={"envs": [own_prompts]})), playing.Seat()
     for said, reward, status in (("5", 1, "Solved"), ("6", 0, "Not solved (wrong answer)")):
         model.text = lambda said=said: said
         tab.open(seat, "model 1", "prompts", 1, playing.ROLLOUTS)
         list(tab.turn(seat))
         assert seat.turns == [["1", said, f"{said}, reward {reward}"]]
         assert tab.view(seat)[1] == f"{status} after 1 turn, return {reward}."
+
+
+def test_tools_are_called_in_the_browser(
+    cfg: ChatRun, both: list[Scripted], model: Script, own_prompts: EnvSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Generator, "context", 8192)
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2+3"}}\n</tool_call>'
+    env = own_prompts.model_copy(update={"tools": ["examples.own_tool:calculate"]})
+    update = {"envs": [env], "max_completion_length": 200}
+    tab, seat = playing.PlayTab({"model 1": both[0]}, cfg.model_copy(update=update)), playing.Seat()
+    tab.open(seat, "model 1", "prompts", 1, playing.ROLLOUTS)
+    model.text = lambda: call
+    list(tab.turn(seat))
+    _, status, observation, *_ = tab.view(seat)
+    assert (status, observation) == ("Turn 2, return so far 0", "5")
+    model.text = lambda: "5"
+    list(tab.turn(seat))
+    assert seat.turns == [["1", call, "calls calculate, reward 0"], ["2", "5", "5, reward 1"]]
+    assert tab.view(seat)[1] == "Solved after 2 turns, return 1."
 
 
 # ------------------------------------------------------------------------------------------------------ many, and few

@@ -287,11 +287,12 @@ def test_the_next_command_plays_as_the_run_did(tmp_path: Path) -> None:
     from posttrain.config import ChatRun, resolve
 
     env = {"name": "frozen_lake", "options": {"size": 5}, "label": "large"}
+    env |= {"tools": ["examples.own_tool:calculate"], "max_calls": 1, "call_seconds": 2.5}
     run = StarPORun.model_validate(
         {
             "output_dir": "a b",
             "model": {"name_or_path": "x"},
-            "envs": [env],
+            "envs": [env | {"weight": 2.0}],
             "protocol": {"parser": PARSER, "think": False, "max_turns": 9},
         }
     )

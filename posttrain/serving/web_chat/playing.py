@@ -116,7 +116,7 @@ class PlayTab:
             raise page_error(problem) from problem
         else:
             thought, answer = split_thought(opening + writing.text)
-            turns.append([str(level.episode.turns), answer, result])
+            turns.append([str(level.game.trajectory.turns), answer, result])
         finally:
             seat.busy = False
         if seat.level is level:
@@ -128,11 +128,12 @@ class PlayTab:
         level = seat.level
         if level is None:
             return "", "", "", "", *enabled(step=False, stop=False)
-        episode, total = level.episode, level.game.trajectory.reward
-        now = f"Turn {episode.turns + 1} of {episode.protocol.max_turns}, return so far {round(total, 6):g}"
+        env, played = level.episode.env, level.game.trajectory
+        limit = "" if env.tools else f" of {level.episode.protocol.max_turns}"  # which leaves out turns with calls
+        now = f"Turn {played.turns + 1}{limit}, return so far {round(played.reward, 6):g}"
         if level.over:
             now = describe_episode_end(level).plain
-        observation = level.observation if not level.over else episode.env.observe()
+        observation = level.observation if not level.over else env.observe()
         past = html_table([["turn", "answer", "result"], *seat.turns], "words") if seat.turns else ""
         return pictured(level), now, observation, past, *enabled(step=not level.over, stop=False)
 
