@@ -52,6 +52,7 @@ CLOSED = re.compile(SPACE.pattern + CLOSE)
 ARGUMENTS = ("arguments", "parameters")  # small models take the other form's key
 PYTHON_TAG = "<|python_tag|>"  # which Llama 3.1 may write before a call
 TOOL_CALLS = "[TOOL_CALLS]"
+BEGINS = re.compile(rf"(?:\A|{OPEN}|{re.escape(PYTHON_TAG)}|{re.escape(TOOL_CALLS)})\s*(?=[\[{{])")  # JSON of calls
 TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
@@ -198,15 +199,37 @@ def read_calls(
 ) -> Said:
     """Return the calls of a turn, those that cannot be read with an error; what stands in a closed thought is not one.
 
-    A first thought that is not closed is all of the turn. tokenizer, marks: of the form "response".
+    A first thought that is not closed is all of the turn. The opening <think> may stand at the end of the prompt, as
+    some templates write it. tokenizer, marks: of the form "response".
     """
+    end = _thought_end(text, marks)
     if form == "response":
         assert tokenizer is not None
-        return _response(text, tokenizer, *marks)
-    thinks = text.lstrip().startswith(THINK)
-    end = text.find(THOUGHT) + len(THOUGHT) if thinks and THOUGHT in text else len(text) * thinks
+        if text.lstrip().startswith(THINK):  # which the tokenizer reads itself
+            end = 0
+        said = _response(text[end:], tokenizer, *marks)
+        return said._replace(content=text[:end] + said.content)
     found = list(_READ[form](text[end:]))
     return Said((text[:end] + found[0][0]).rstrip(), [call for _, call in found]) if found else Said(text, [])
+
+
+def _thought_end(text: str, marks: Marks) -> int:
+    """Return where the thought that a text begins with ends: 0 without one, the end of the text if it is not closed."""
+    closed = text.find(THOUGHT)
+    if not text.lstrip().startswith(THINK) and (closed < 0 or THINK in text[:closed] or _in_call(text, closed, marks)):
+        return 0
+    return closed + len(THOUGHT) if closed >= 0 else len(text)
+
+
+def _in_call(text: str, place: int, marks: Marks) -> bool:
+    """Return whether a place stands in a call, whose arguments may hold any tag."""
+    opening, closing = marks
+    if opening:
+        return text.rfind(opening, 0, place) > text.rfind(closing, 0, place)
+    last = max((begins.end() for begins in BEGINS.finditer(text, 0, place)), default=None)
+    with suppress(ValueError, RecursionError):
+        return last is not None and json.JSONDecoder().raw_decode(text, last)[1] > place
+    return False
 
 
 def _spoken(text: str, mark: str, start: int = 0) -> int:

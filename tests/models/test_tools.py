@@ -284,6 +284,37 @@ FORMS: dict[str, tuple[str, Any, Said]] = {
         "hermes",
         Said("A <think>b <tool_call>{}</tool_call></think>c", [Call("f", {}), Call("h", {})]),
     ),
+    "thought that the prompt opened": (
+        'So <tool_call>{"name": "f"}</tool_call></think> 5', "hermes",
+        Said('So <tool_call>{"name": "f"}</tool_call></think> 5', []),
+    ),
+    "call after a thought that the prompt opened": (
+        'So <tool_call>{"name": "f"}</tool_call>\n</think>Yes.\n<tool_call>{"name": "g"}</tool_call>', "hermes",
+        Said('So <tool_call>{"name": "f"}</tool_call>\n</think>Yes.', [Call("g", {})]),
+    ),
+    "mark in a thought that the prompt opened": (
+        "I need <tool_call>, or not.</think>5", "hermes", Said("I need <tool_call>, or not.</think>5", []),
+    ),
+    "bare call after a thought that the prompt opened": (
+        'So.</think>\n{"name": "f", "arguments": {}}', "hermes", Said("So.</think>", [Call("f", {})]),
+    ),
+    "llama call in a thought that the prompt opened": (
+        '{"name": "f"} or </think>{"name": "g"}', "llama", Said('{"name": "f"} or </think>', [Call("g", {})]),
+    ),
+    "mistral call in a thought that the prompt opened": (
+        "So [TOOL_CALLS] []</think>no", "mistral", Said("So [TOOL_CALLS] []</think>no", []),
+    ),
+    "end of a thought as an argument": (
+        'I. <tool_call>\n{"name": "f", "arguments": {"x": "y</think>"}}\n</tool_call>', "hermes",
+        Said("I.", [Call("f", {"x": "y</think>"})]),
+    ),
+    "llama end of a thought as an argument": (
+        '{"name": "f", "parameters": {"x": "</think>"}}', "llama", Said("", [Call("f", {"x": "</think>"})]),
+    ),
+    "mistral end of a thought as an argument": (
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "</think>"}}]', "mistral",
+        Said("", [Call("f", {"x": "</think>"})]),
+    ),
     "thought as an argument": (
         '<tool_call>{"name": "f", "arguments": {"x": "<think>y</think>"}}</tool_call>', "hermes",
         Said("", [Call("f", {"x": "<think>y</think>"})]),
@@ -373,6 +404,9 @@ ADDED = Call("add", {"a": 2, "b": 3})
         ("{[add(a=2, b=3), add(a=2, b=3)]}", Said("", [ADDED] * 2)),
         ("It is 5.", Said("It is 5.", [])),
         ("<think>{[add(a=2)]}</think>no", Said("<think>{[add(a=2)]}</think>no", [])),
+        ("So {[add(a=2)]}</think>no", Said("So {[add(a=2)]}</think>no", [])),
+        ("So {[add(a=2)]}</think>Yes. {[add(a=2, b=3)]}", Said("So {[add(a=2)]}</think>Yes.", [ADDED])),
+        ("{[add(a='</think>')]}", Said("", [Call("add", {"a": "</think>"})])),
         ("{[add(a=2", "not closed by }"),
         ("{[add(a=2, b=3)]", "not closed by }"),
         ("I look. {[add(a=2}", "cannot be read as a call"),
@@ -382,14 +416,16 @@ ADDED = Call("add", {"a": 2, "b": 3})
     ],
 )
 def test_calls_that_the_tokenizer_reads_itself(listing: Chat, text: str, said: Said | str) -> None:
-    marked = [each.replace("{", "<|tool_call_start|>").replace("}", "<|tool_call_end|>") for each in (text, str(said))]
-    read = listing.read_calls(marked[0])
+    def marked(text: str) -> str:
+        return text.replace("{", "<|tool_call_start|>").replace("}", "<|tool_call_end|>")
+
+    read = listing.read_calls(marked(text))
     assert listing.call_form == "response"
     if isinstance(said, Said):
-        assert read == said._replace(content=marked[0] if not said.calls else said.content)
+        assert read == said._replace(content=marked(said.content))
     else:
         (found,) = read.calls
-        assert marked[1] in found.error and not found.name and read.content == text.partition("{")[0].rstrip()
+        assert marked(said) in found.error and not found.name and read.content == text.partition("{")[0].rstrip()
 
 
 def test_no_text_raises() -> None:
