@@ -6,6 +6,7 @@ its own way: no rules and no answer format are added to a prompt.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -173,7 +174,8 @@ class Prompts(TextEnv):
 
     def begin(self, level: PromptLevel) -> None:
         self.level, self.completion_ids = level, None
-        self.row: dict[str, Any] = self.table.rows[level.number]
+        # Functions of the user may change what they are given: an episode has a row of its own, as in TRL.
+        self.row: dict[str, Any] = copy.deepcopy(self.table.rows[level.number])
         self.conversation: Conversation = conversation_of(self.row, self.config)
         if self.make_environment:
             self._begin_environment()

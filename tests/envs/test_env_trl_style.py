@@ -78,6 +78,19 @@ class Untyped(Counter):
         """
 
 
+class Stones(Counter):
+    def reset(self, stones: list[str], **row: Any) -> str | None:
+        self.stones = stones
+        return None
+
+    def take(self) -> str:
+        """Take a stone."""
+        return self.stones.pop()
+
+    def get_reward(self) -> float:
+        return float(len(self.stones))
+
+
 def near(prompts: list[Any], completions: list[Any], environments: list[Any], **columns: Any) -> list[float]:
     assert all(isinstance(each, list) for each in [*prompts, *completions])
     return [1.0 - abs(each.target - each.value) / 10 for each in environments]
@@ -151,6 +164,17 @@ def test_reset_is_given_the_columns_that_it_takes(tmp_path: Path) -> None:
     for kind in ("Judge", "Narrow"):
         env = envs.make("prompts", path=str(path), environment=f"{__name__}:{kind}", rewards=["length"])
         assert Episode(env, Protocol(), 1, "train").messages[-1]["content"].endswith(". Count to 3.")
+
+
+def test_what_an_environment_does_to_its_row_is_of_its_own_episode_alone(tmp_path: Path) -> None:
+    path = tmp_path / "stones.jsonl"
+    path.write_text(json.dumps({"prompt": "Take one.", "stones": ["a", "b"]}) + "\n")
+    env_of = lambda: envs.make("prompts", path=str(path), environment=f"{__name__}:Stones")  # noqa: E731
+    both = [Episode(env_of(), Protocol(), 1, "train") for _ in range(2)]  # of one group
+    for episode in both:
+        assert [result["content"] for result in episode.call("text", "", [Call("take", {})]).results] == ["b"]
+    assert [episode.step("Done.").reward for episode in both] == [1.0, 1.0]
+    assert Episode(both[0].env, Protocol(), 2, "train").step("Done.").reward == 2.0, "a later episode"
 
 
 def test_an_episode_makes_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,18 @@ def test_a_program_may_stand_in_the_tag_of_an_answer(tmp_path: Path, programs: l
     assert programs == ["f()"] * 4
 
 
+def test_a_function_that_changes_its_columns_changes_those_of_its_episode_alone(tmp_path: Path, module: Any) -> None:
+    name = module(
+        "def pops(prompts, completions, targets, **columns): return [float(each.pop()['n']) for each in targets]\n"
+        "def reply(messages, targets): return targets.pop()['n']\n"
+    )
+    path = rows_at(tmp_path, {"prompt": "x", "targets": [{"n": "1"}, {"n": "2"}]})
+    for _ in range(2):
+        assert rewards_of(["a", "b"], path=path, rewards=[f"{name}:pops"]) == [2.0, 2.0]
+        episode = Episode(make("prompts", path=path, rewards=["length"], reply=f"{name}:reply"), Protocol(), 0)
+        assert episode.step("a").user == "2"
+
+
 def test_a_set_of_values_is_refused(module: Any) -> None:
     name = module("def f(prompts, completions, **columns): return {float(len(c)) for c in completions}\n")
     assert all("returned set, and not a list" in str(told) for told in rewards_of(["aa", "b"], rewards=[f"{name}:f"]))
