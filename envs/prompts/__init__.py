@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envs.base import LateReward, TextEnv, known
+from envs.base import DRAWS, SPLITS, LateReward, TextEnv, known
 from envs.hub_sets import EMBEDDED
 from envs.prompts.agents import OUTPUT, AgentProgram, agent_of
 from envs.prompts.calls import Answered, TrainerState, call_rewards
@@ -94,7 +94,6 @@ class Prompts(TextEnv):
     actions = None
     action_word = "answer"
     can_be_late = True
-    more_levels = "Give it more rows: a tenth of them is for validation and a tenth for the test."
 
     def __init__(
         self,
@@ -136,6 +135,12 @@ class Prompts(TextEnv):
         self.on_error, self.timeout, self.success_at = known("on_error", on_error, ON_ERROR), timeout, success
         self.config = Rows(path, config, rows, prompt, template, system)
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
+        train, validation, test = (len(self.table.numbers[split]) for split in SPLITS)
+        self.more_levels = (
+            f"Of its rows {train:,} are for training, {validation:,} for validation and {test:,} for the test. Add rows"
+            " for training: a tenth of them is for validation and a tenth for the test, where the source has no such"
+            " split of its own."
+        )
         self.reply = None if reply is None else reply_of(reply, self.table.columns)
         self.reset_columns: tuple[str, ...] = ()
         self.begun = False  # the environment that was made here is that of the first episode
@@ -159,9 +164,11 @@ class Prompts(TextEnv):
 
     @classmethod
     def draw(cls, config: Rows, rng: np.random.Generator) -> Iterator[PromptLevel]:
+        """Yield rows of all splits, and at last one of each: of a small split that stands beside a large one."""
         table = table_of(config)
-        while True:
-            number = int(rng.integers(len(table.rows)))
+        drawn: list[int] = rng.integers(len(table.rows), size=DRAWS - len(SPLITS)).tolist()
+        of_each = [numbers[int(rng.integers(len(numbers)))] for numbers in table.numbers.values() if numbers]
+        for number in (*drawn, *of_each):
             yield PromptLevel(number, table.keys[number], table.splits[number])
 
     @classmethod

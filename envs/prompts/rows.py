@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envs.base import split_by_hash
+from envs.base import SPLITS, split_by_hash
 from envs.hub_sets import EMBEDDED, all_rows, split_names
 from envs.in_time import error_text
 from envs.protocol import Message, template
@@ -64,11 +64,12 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a source, the text of each prompt, and the split that each belongs to."""
+    """The rows of a source, the text of each prompt, the split that each belongs to, and the numbers of each split."""
 
     rows: list[dict[str, Any]]
     keys: list[str]
     splits: list[str]
+    numbers: dict[str, list[int]]
     columns: list[str]
     most_turns: int
 
@@ -83,10 +84,15 @@ def table_of(source: Rows) -> Table:
             conversations.append(conversation_of(row, source))
         except ValueError as problem:
             raise ValueError(f"prompts: row {number} of path={source.path}: {problem}") from None
+    splits = splits_of(homes, conversations)
+    numbers: dict[str, list[int]] = {split: [] for split in SPLITS}
+    for number, split in enumerate(splits):
+        numbers[split].append(number)
     return Table(
         rows,
         [each.key for each in conversations],
-        splits_of(homes, conversations),
+        splits,
+        numbers,
         list(dict.fromkeys(column for row in rows for column in row)),
         max(1 + len(each.later) for each in conversations),
     )

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from open_envs import needs_sandbox
 
 from envs import make
-from envs.base import LateReward
+from envs.base import LateReward, NoLevel
 from envs.episode import Episode
 from envs.hostile import meet_hostile_text
 from envs.promises import Subject
@@ -459,6 +460,35 @@ def test_splits_of_a_data_set_stay_apart(tmp_path: Path) -> None:
     assert not seen["train"] & seen["validation"] and not seen["train"] & seen["test"]
     assert all(int(text.split()[1]) >= 1000 for text in seen["test"]), "its own test rows"
     assert all(int(text.split()[1]) < 1000 for text in seen["validation"]), "held out of its training rows"
+
+
+def test_a_small_split_beside_a_large_one_is_found_by_every_seed(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"question": f"What is {n} + 1?", "answer": "1"} for n in range(4_000)])
+    write(tmp_path / "test.jsonl", [{"question": f"Is {n} odd?", "answer": "1"} for n in range(2)])
+    env: Any = make("prompts", path=str(tmp_path))
+    seen: list[str] = []
+    for seed in range(60):
+        env.reset(seed=seed, options={"split": "test"})
+        seen.append(env.row["question"])
+    assert set(seen) == {f"Is {n} odd?" for n in range(2)}
+
+
+def test_which_row_a_seed_draws(tmp_path: Path) -> None:
+    """Evaluations that are repeated play the rows that they played."""
+    path = write(tmp_path / "rows.jsonl", [{"question": f"What is {n}?", "answer": "1"} for n in range(200)])
+    env: Any = make("prompts", path=path)
+    for split in ("train", "validation", "test"):
+        for seed in range(20):
+            rng = np.random.default_rng([seed, 0])
+            numbers = iter(lambda rng=rng: int(rng.integers(200)), -1)
+            env.reset(seed=seed, options={"split": split})
+            assert env.level.number == next(n for n in numbers if env.table.splits[n] == split)
+
+
+def test_a_split_without_rows_is_told_with_those_of_the_others(tmp_path: Path) -> None:
+    write(tmp_path / "test.jsonl", [{"question": f"Is {n} odd?", "answer": "1"} for n in range(30)])
+    with pytest.raises(NoLevel, match="rows 0 are for training, 0 for validation and 30 for the test"):
+        make("prompts", path=str(tmp_path)).reset(seed=1)
 
 
 @pytest.mark.parametrize(
