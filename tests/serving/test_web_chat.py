@@ -575,7 +575,7 @@ def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., 
     page.get_by_label("Environment").click()
     page.get_by_role("option", name="countdown").click()
     page.get_by_role("button", name="Open the level").click()
-    expect(page.locator("#state pre")).to_contain_text("Numbers")
+    expect(page.locator("#state pre")).to_contain_text("The numbers are")
     page.get_by_role("button", name="Next turn").click()
     expect(page.get_by_label("Thought of the last turn")).to_have_value(re.compile("so so so"))
     page.get_by_role("button", name="Stop").locator("visible=true").click()
