@@ -238,8 +238,8 @@ def answer_questions(
             " are as good. For identical answers start again with model.dtype=float32 (output_dir=...)."
         )
     longest = max(len(question.ids) for question in questions) + cfg.max_new_tokens
-    slots = plan.rows_at_once(model, cfg.model, longest, cfg.max_new_tokens, cfg.batch_size or MOST_ROWS)
-    sampler = open_sampler(model, chat, max_context=longest)
+    slots, graphs = plan.rows_at_once(model, cfg.model, longest, cfg.max_new_tokens, cfg.batch_size or MOST_ROWS)
+    sampler = open_sampler(model, chat, max_context=longest, graphs=graphs)
     with (
         file.open("a", encoding="utf-8") as lines,
         runlog.Progress(len(places), "answers", start=len(answers), unit="answer") as progress,

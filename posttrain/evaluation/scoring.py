@@ -93,8 +93,9 @@ def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded
     elif task.suite == "envs":
         suite = cfg.suites.envs
         assert suite is not None
-        sampler = open_sampler(model, chat, max_context=suite.max_context)
-        slots = answers_at_once(cfg, model_section, loaded, suite.max_context, suite.max_completion_length)
+        longest, new = suite.max_context, suite.max_completion_length
+        slots, graphs = answers_at_once(cfg, model_section, loaded, longest, new)
+        sampler = open_sampler(model, chat, max_context=longest, graphs=graphs)
         rows = play_levels(cfg, task, tick, sampler, chat, slots)
     else:
         rows = answer(cfg, model_section, loaded, task, tick)
@@ -137,16 +138,21 @@ def ask_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, judge: MathJud
         return rows
 
 
-def answers_at_once(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longest: int, new: int) -> int:
-    """Return how many conversations of `longest` tokens, the last `new` of them sampled, run at the same time."""
+def answers_at_once(
+    cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longest: int, new: int
+) -> tuple[int, bool]:
+    """Return how many conversations of `longest` tokens, the last `new` of them sampled, run at the same time.
+
+    Also whether CUDA graphs fit beside them.
+    """
     from posttrain import plan
 
     assert loaded.model is not None
     most = cfg.batch_size or MOST_ROWS
-    rows = plan.rows_at_once(loaded.model, section, longest, new, most, loaded.processes)
+    rows, graphs = plan.rows_at_once(loaded.model, section, longest, new, most, loaded.processes)
     if cfg.batch_size and rows < most:
         runlog.say(f"The memory suffices for {rows} answers at a time, not for batch_size={most}.")
-    return rows
+    return rows, graphs
 
 
 class ScoresNotFinite(ValueError):
@@ -166,8 +172,8 @@ def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, 
     assert model is not None and chat is not None and params is not None
     prompts = [chat.prompt(item["messages"]) for item in task.items]
     longest = max(map(len, prompts)) + params.max_new_tokens
-    batch = answers_at_once(cfg, section, loaded, longest, params.max_new_tokens)
-    sampler = open_sampler(model, chat, max_context=longest)
+    batch, graphs = answers_at_once(cfg, section, loaded, longest, params.max_new_tokens)
+    sampler = open_sampler(model, chat, max_context=longest, graphs=graphs)
     completions = complete(sampler, prompts, params, task.seeds, batch=batch, done=tick)
     return score_answers(task, completions, chat, loaded.judge, counted_tokens(cfg))
 

@@ -102,7 +102,7 @@ def replaying(shape: Shape, cfg: StarPORun, slots: int, cuda: bool) -> Parts:
     slots = whole_rows(slots)
     whole = playing(shape, cfg, slots)
     kept = {name: whole[name] for name in ("KV cache", "fused weights", "bfloat16 weights")}
-    return kept | {"CUDA graphs": slots * shape.vocabulary * parts.SAMPLING}
+    return kept | {"CUDA graphs": parts.graph_pool(shape, slots)}
 
 
 def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int = 1) -> Parts:
@@ -136,30 +136,39 @@ def stepping(shape: Shape, cfg: StarPORun, shards: int = 1) -> Parts:
 
 def rows_at_once(
     model: PreTrainedModel, section: ModelSection, longest: int, new: int, most: int, processes: int = 1
-) -> int:
-    """Return how many conversations fit into the free memory beside a loaded model, at most `most`.
+) -> tuple[int, bool]:
+    """Return how many conversations fit into the free memory beside a loaded model, and whether CUDA graphs do, too.
+
+    Steps that are graphs have `whole_rows`, of which each has its part of the cache, and a memory pool of their own.
 
     Args:
         longest: tokens of a conversation, of which the last `new` are sampled.
+        most: conversations.
         processes: that share the memory of a CPU.
 
     Raises:
         UserError: not even one fits.
     """
     shape, size = Shape.of(copy.deepcopy(model.config), section), model.dtype.itemsize
-    if model.device.type == "cuda":
+    if cuda := model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier sampler had is not free otherwise
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
         free = psutil.virtual_memory().available // processes
-    budget = free * (1 - MARGIN)
-    takes = lambda count: sum(parts.conversations(shape, size, count, longest, longest - new).values())  # noqa: E731
-    fitting = largest(range(1, most + 1), budget, takes)
-    if fitting is None:
-        raise UserError(
-            f"Not even one conversation of {longest} tokens fits into the {gib(free)} GiB that are free beside the "
-            f"model; it takes {gib(takes(1))} GiB. Lower max_context and max_new_tokens, or use a smaller model."
-        )
-    return fitting
+
+    def takes(count: int, graphs: bool = False) -> int:
+        rows = whole_rows(count) if graphs else count
+        held = sum(parts.conversations(shape, size, rows, longest, longest - new).values())
+        return held + (parts.graph_pool(shape, rows) if graphs else 0)
+
+    for graphs in (True, False) if cuda else (False,):
+        fitting = largest(range(1, most + 1), free * (1 - MARGIN), partial(takes, graphs=graphs))
+        if fitting is not None:
+            return fitting, graphs
+    raise UserError(
+        f"Not even one conversation of {longest} tokens fits into the {gib(free)} GiB that are free beside the "
+        f"model; it takes {gib(takes(1))} GiB. Lower max_context and max_new_tokens, or use a smaller model."
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan

@@ -135,6 +135,11 @@ def conversations(shape: Shape, size: int, slots: int, longest: int, prompt: int
     }
 
 
+def graph_pool(shape: Shape, rows: int) -> int:
+    """Return the bytes that CUDA graphs share: the tensors of a step of so many rows (an estimate)."""
+    return rows * shape.vocabulary * SAMPLING
+
+
 class OfAToken(NamedTuple):
     """Bytes of one token in a forward and backward pass.
 

@@ -744,13 +744,13 @@ def test_rows_at_a_time_follow_from_the_memory(
     for free in (32, 64, 128):
         memory = SimpleNamespace(available=free << 20)
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
-        needed[free] = scoring.answers_at_once(cfg, section, loaded, 1024, 64)
+        needed[free], _ = scoring.answers_at_once(cfg, section, loaded, 1024, 64)
     assert 1 <= needed[32] < needed[64] < needed[128] <= scoring.MOST_ROWS
     loaded.processes = 2
-    assert scoring.answers_at_once(cfg, section, loaded, 1024, 64) == needed[64]
-    assert scoring.answers_at_once(cfg, section, loaded, 64, 8) == scoring.MOST_ROWS
+    assert scoring.answers_at_once(cfg, section, loaded, 1024, 64) == (needed[64], False)
+    assert scoring.answers_at_once(cfg, section, loaded, 64, 8) == (scoring.MOST_ROWS, False)
     few = cfg.model_copy(update={"batch_size": 2})
-    assert scoring.answers_at_once(few, section, loaded, 1024, 64) == 2
+    assert scoring.answers_at_once(few, section, loaded, 1024, 64) == (2, False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(UserError, match="Not even one conversation of 1024 tokens"):
         scoring.answers_at_once(cfg, section, loaded, 1024, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from datasets import Dataset
 from test_plan import Alive, network, total
 from test_plan_report import SHAPE, run_of
+from transformers import AutoConfig
 from trl.trainer import utils as trl_utils
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
@@ -18,10 +20,14 @@ from trl.trainer.sft_trainer import SFTTrainer
 from posttrain import plan
 from posttrain.config.dpo import DPORun
 from posttrain.config.sft import SFTRun
+from posttrain.config.shared import ModelSection
 from posttrain.finetune import training, trl_trainers
-from posttrain.plan import rows
+from posttrain.plan import parts, rows
 from posttrain.plan.episodes import Place
+from posttrain.plan.known_models import PUBLISHED
 from posttrain.plan.shape import Shape
+from posttrain.rollout import whole_rows
+from posttrain.rollout.engines import graphs as graph_engine
 
 ROWS, LONGEST = 4, 128
 
@@ -124,3 +130,28 @@ def test_a_step_keeps_its_rows() -> None:
         cfg = cfg.model_copy(update={"trainer": cfg.trainer | {"auto_find_batch_size": True}})
         found = rows.choose_rows(SHAPE, cfg, Place(memory << 30, 0, cuda=True))
         assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 12
+
+
+@pytest.mark.parametrize("name", ["mkurman/ConvGPT-0.2B-SYNTH-250B-EC", "Qwen/Qwen2.5-0.5B-Instruct"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_answers_fit_with_the_rows_that_graphs_have(name: str, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """The cache has `whole_rows`, and graphs have a pool; where not even their fewest rows fit, steps are launched."""
+    kind, sizes = PUBLISHED[name]
+    section = ModelSection(name_or_path=name)
+    model: Any = SimpleNamespace(config=AutoConfig.for_model(kind, **sizes), dtype=dtype, device=torch.device("cuda"))
+    shape = Shape.of(AutoConfig.for_model(kind, **sizes), section)
+    monkeypatch.setattr(Shape, "of", lambda *_: shape)  # takes a second
+    found, emptied = dict[int, tuple[int, bool]](), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))  # else what is cached is not free
+    for free in range(2, 79, 2):
+        emptied.clear()
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (bool(emptied) * free << 30, 80 << 30))
+        found[free] = count, graphs = plan.rows_at_once(model, section, 2048, 512, 256)
+        slots = whole_rows(count) if graphs else count
+        held = parts.conversations(shape, dtype.itemsize, slots, 2048, 2048 - 512)
+        pool = slots * shape.vocabulary * parts.SAMPLING if graphs else 0
+        assert sum(held.values()) + pool <= (free << 30) * (1 - parts.MARGIN)
+        assert graphs or count < graph_engine.FEWEST_ROWS
+    assert found[2][0] >= 1 and found[78][0] > 100 and found[78][1]
+    counts = [count for count, graphs in found.values() if graphs]
+    assert counts == sorted(counts) and len(set(counts)) > 4
