@@ -358,9 +358,12 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
     try:
         for item in task.items:
             env.reset(seed=item["seed"], options={"split": suite.split})
+            players = player_names(env)
+            if not players and not env.has("optimal_success"):
+                return {}  # and no further level is begun, which may cost
             if env.has("optimal_success"):
                 optima.append(env.optimal_success(horizon))
-            for player in player_names(env):
+            for player in players:
                 episode = play_scripted(env, player, one_action, item["seed"], suite.split)
                 total = sum(turn.reward for turn in episode.past)
                 if not math.isfinite(total):

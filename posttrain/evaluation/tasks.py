@@ -168,8 +168,8 @@ def held_out_levels(section: EnvSection, split: str, n: int, seed: int = 0, *, r
     So the same weights get the same figures in all of them, at equal `n`, `seed`, temperature and limits.
 
     All levels are different if 10 `n` draws give that many. Otherwise each level that was drawn is played equally
-    often, as far as `n` allows; `metrics.wilson_of_levels` is the interval of such a rate. A seed on which the
-    environment raises counts as a level: its episode says why.
+    often, as far as `n` allows; `metrics.wilson_of_levels` is the interval of such a rate. None is begun here, which
+    may cost: a container, say. A seed on which `draw` raises counts as a level: its episode says why.
 
     repeat: False gives fewer levels instead.
     """
@@ -182,6 +182,7 @@ def held_out_levels(section: EnvSection, split: str, n: int, seed: int = 0, *, r
 
 @lru_cache(maxsize=64)
 def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> tuple[tuple[int, int], ...]:
+    from envs.base import draw_level
     from envs.process_state import keep_process_state
     from posttrain.rollout import RAISED, open_env
 
@@ -192,8 +193,7 @@ def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> 
         level = derive_seed(seed, parsed.name, i)
         try:
             with keep_process_state(parsed.name):
-                env.reset(seed=level, options={"split": split})
-                key = env.level_key()
+                key = env.key_of(draw_level(type(env), env.config, level, split))
         except RAISED:
             key = f"never begun: {level}"
         drawn.append((times[key], level))

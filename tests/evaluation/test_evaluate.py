@@ -405,20 +405,48 @@ def test_levels_are_different_and_the_first_are_those_of_a_shorter_evaluation() 
 
 
 def test_a_level_that_cannot_be_drawn_has_a_place_and_its_episode_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from envs.frozen_lake import FrozenLake
+    from envs import base
 
-    real, broken = FrozenLake.reset, derive_seed(5, "frozen_lake", 2)
+    real, broken = base.draw_level, derive_seed(5, "frozen_lake", 2)
 
-    def reset(self: FrozenLake, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def draw(env: type[base.TextEnv], config: Any, seed: int, split: str) -> Any:
         if seed == broken:
             sys.exit(0)
-        return real(self, seed=seed, options=options)
+        return real(env, config, seed, split)
 
-    monkeypatch.setattr(FrozenLake, "reset", reset)
+    monkeypatch.setattr(base, "draw_level", draw)
     section = EnvSection(name="frozen_lake")
     assert broken in tasks.held_out_levels(section, "test", 8, seed=5)
     episode = new_episode(section, ProtocolSection(), broken, "test")
     assert isinstance(episode, Trajectory) and episode.crashed == "SystemExit: 0"
+
+
+class Costly:
+    """An environment in TRL's style whose `reset` may start a container."""
+
+    begun = 0
+
+    def reset(self, **row: Any) -> str | None:
+        Costly.begun += 1
+        return None
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_levels_are_chosen_without_beginning_any(
+    tmp_path: Path, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"Hello {n}."}) + "\n" for n in range(200)))
+    options = {"path": str(rows), "environment": f"{__name__}:Costly"}
+    monkeypatch.setattr(Costly, "begun", 0)
+    assert len(set(tasks.held_out_levels(EnvSection(name="prompts", options=options), "test", 8))) == 8
+    assert Costly.begun == 0
+    suites = {"envs": {"envs": [{"name": "prompts", "options": options}], "episodes": 8, "settings": ["greedy"]}}
+    cfg = resolved(tmp_path, checkpoints, suites=suites)
+    (task,) = tasks.build_tasks(cfg)
+    assert scoring.play_baselines(cfg, task) == {} and Costly.begun == 2, "one to see that it begins, one for players"
 
 
 @pytest.mark.parametrize(
