@@ -120,7 +120,7 @@ def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
     ("k", "pass_k", "hopeless"), [(8, 0.09, False), (8, 0.04, True), (4, 0.04, False), (32, 0.09, True)]
 )
 def test_fewer_tries_need_not_win_as_much(k: int, pass_k: float, hopeless: bool) -> None:
-    start = GOOD._replace(pass_1=pass_k / k, pass_k=pass_k, k=k, differ=0.1)
+    start = GOOD._replace(pass_1=pass_k / k, pass_k=pass_k, k=k, differ=0.1, graded=0.1)
     (found,) = verdicts(start, envs.make("sokoban"), 64, 10**9)
     assert found.startswith("Hopeless as it is" if hopeless else "Few groups teach")
 
