@@ -26,6 +26,7 @@ import _measure
 from _measure import PAD, SHAPES
 
 import train_phase3_starpo as phase3
+from envs.episode import Episode
 from posttrain import plan
 from posttrain.config.loading import resolve
 from posttrain.config.shared import ModelSection
@@ -33,10 +34,10 @@ from posttrain.config.starpo import StarPORun
 from posttrain.models import loading as models
 from posttrain.models.chat import Chat
 from posttrain.plan import seconds
-from posttrain.rollout.engines.graphs import GraphSampler
+from posttrain.rollout.engines.graphs import POSITIONS, GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.runtime import hardware
-from posttrain.starpo.run import make_learner
+from posttrain.starpo.run import levels, make_learner
 from posttrain.types import derive_seed
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -68,6 +69,25 @@ def config(
     changes += [f"trainer.bf16={str(bf16).lower()}", "distillation=null"]
     changes += ["algorithm.filter={strategy: none, keep_zero: true}", "trainer.learning_rate=1e-6"]
     return resolve(StarPORun, CONFIG, [*changes, "algorithm.num_iterations=1", "algorithm.minibatches=1"])
+
+
+def fitted(cfg: StarPORun, chat: Chat, iterations: int) -> StarPORun:
+    """The run with a context of its longest episode, rounded up to positions of a step.
+
+    For GraphSampler, whose cache has the whole context from the start; that of SlotSampler grows as it is needed.
+    """
+    longest = 0
+    for step in range(1, iterations + 1):
+        for episode in levels(cfg, step)[0]:
+            assert isinstance(episode, Episode)
+            tokens = len(chat.prompt(episode.messages))
+            while not episode.done:
+                said = episode.step("").user  # what random weights write is as little an action
+                tokens += cfg.rollout.max_completion_length
+                tokens += 0 if said is None else len(chat.extend(said, finished=False))
+            longest = max(longest, tokens)
+    context = -(-longest // POSITIONS) * POSITIONS
+    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"max_context": context})})
 
 
 def won(sample: int) -> float:
@@ -175,6 +195,15 @@ def in_bf16(given: Any) -> bool:
     return given.model is not None or given.device == "cuda"
 
 
+def settings(given: Any, chat: Chat) -> StarPORun:
+    """The run that a command line asks for."""
+    sizes = (given.groups, given.num_generations, given.turns, given.new_tokens, given.micro_batch_tokens)
+    cfg = config(*sizes, bf16=in_bf16(given))
+    if given.device == "cuda":
+        cfg = fitted(cfg, chat, given.iterations)
+    return hardware.settle(cfg.model_copy(update={"device": given.device}))  # compiled layers on a GPU
+
+
 def one(given: Any) -> None:
     """In a process of its own: time and memory of one contestant, as JSON."""
     _measure.threads()
@@ -183,9 +212,7 @@ def one(given: Any) -> None:
     else:
         shape = SHAPES[given.size][given.kind]
         model, chat = _measure.model_of(given.kind, shape, given.device), _measure.words(shape["vocab_size"])
-    sizes = (given.groups, given.num_generations, given.turns, given.new_tokens, given.micro_batch_tokens)
-    cfg = config(*sizes, bf16=in_bf16(given))
-    cfg = hardware.settle(cfg.model_copy(update={"device": given.device}))  # compiled layers on a GPU
+    cfg = settings(given, chat)
     shape = copy.deepcopy(model.config)
     if given.only == "ours":
         iteration = ours(cfg, model, chat)

@@ -208,6 +208,20 @@ def test_both_iterations_play_and_learn_from_the_same_number_of_tokens(rollout):
     assert all((model.lm_head.weight != before).any() for model in models)
 
 
+@pytest.mark.parametrize("turns", [2, 5])
+def test_a_fitted_context_holds_the_longest_episode(rollout, turns):
+    iteration = loaded(FILE.parent / "iteration.py")
+    cfg, chat = iteration.config(2, 2, turns, 24), measure.words(512)
+    fitted = iteration.fitted(cfg, chat, 2)
+    play = iteration.ours(fitted, measure.model_of("llama", NARROW), chat)
+    for step in (1, 2):
+        played = play(step)
+        assert played.turns == 4 * turns and played.sampled == 24 * played.turns, "no episode was cut"
+        assert 0 <= fitted.rollout.max_context - played.context / 4 < 256
+    changed = fitted.rollout.model_copy(update={"max_context": cfg.rollout.max_context})
+    assert fitted.model_copy(update={"rollout": changed}) == cfg
+
+
 def test_iterations_of_unequal_work_are_not_compared(rollout, tmp_path, monkeypatch, capsys):
     iteration = loaded(FILE.parent / "iteration.py")
     file = tmp_path / "figures.json"

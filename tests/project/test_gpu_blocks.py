@@ -21,11 +21,14 @@ from test_benchmarks import FILE, loaded
 from test_gsm8k import split
 from test_smollm2 import SCHEMAS
 from tiny_runs import ROOT, python, taught, tiny_base
+from transformers import AutoConfig
 
 from envs.demos import parser
-from posttrain import config
+from posttrain import config, plan
 from posttrain.models import ConvGPTConfig
 from posttrain.plan.devices import fleets
+from posttrain.plan.episodes import Place
+from posttrain.runtime import hardware
 
 RESULTS = FILE.parent / "results"
 HEAD = {"commit": "c", "machine": "m", "threads": 1, "load": 0.0, "torch": "t", "transformers": "t"}
@@ -127,6 +130,49 @@ def test_every_command_of_the_blocks_is_understood(gpu, blocks, tmp_path, monkey
     source = (FILE.parents[1] / "tests/project/test_gpu.py").read_text()
     chosen = steps["C"][0].command[-1].split(" or ")
     assert len(chosen) == 3 and all(re.search(rf"def test_\w*{name}", source) for name in chosen)
+
+
+def test_the_iterations_of_the_blocks_fit_onto_an_h100(gpu, blocks, tmp_path, monkeypatch):
+    """All of what iteration.py plays at once, with graphs and without recomputation; and runs of phase 3."""
+    monkeypatch.setattr(gpu._measure, "plan_option", lambda _: "H100")
+    place, found = Place(78 << 30), []
+
+    def parsed(self: argparse.ArgumentParser, *_: Any) -> None:
+        raise Parsed(parse(self))
+
+    class Parsed(Exception):
+        pass
+
+    parse = argparse.ArgumentParser.parse_args
+    for step in blocks.block_b(None, tmp_path, "cuda"):
+        if step.script != "iteration":
+            continue
+        iteration = loaded(ROOT / step.command[0])
+        with monkeypatch.context() as patch, pytest.raises(Parsed) as options:
+            patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+            patch.setattr(sys, "argv", list(step.command))
+            iteration.main()
+        (asked,) = options.value.args
+        ((kind, sizes),) = gpu._measure.SHAPES[asked.size].items()
+        cfg = iteration.settings(asked, gpu._measure.words(sizes["vocab_size"]))
+        cfg = hardware.with_trainer(cfg, torch_compile=True)  # as on a GPU
+        planned = plan.choose(gpu._measure.shape_of(AutoConfig.for_model(kind, **sizes)), cfg, place)
+        assert planned.slots == asked.groups * asked.num_generations and planned.cuda_graphs, planned.table()
+        assert not planned.gradient_checkpointing and not planned.warnings and planned.peak < place.free
+        found.append(step.name)
+    assert found == ["iteration", "iteration-qwen"]
+
+    (tmp_path / "gsm8k_train.jsonl").touch()
+    options = dict(model=str(tmp_path), data=tmp_path)
+    kind, sizes = gpu.MODELS["smol"]  # that of block C is smaller
+    for block, name, more in (("C", "whole", {}), ("D", "phase3", {}), ("D", "gsm8k", {"task": "gsm8k"})):
+        steps = getattr(blocks, f"block_{block.lower()}")(given(tmp_path, block, **options, **more), tmp_path, "cuda")
+        (words,) = (list(step.command) for step in steps if step.name == name)
+        at = words.index("--config")
+        cfg = config.resolve(config.StarPORun, ROOT / words[at + 1], words[at + 2 :])
+        cfg = hardware.with_trainer(cfg, torch_compile=True, bf16=True)
+        planned = plan.choose(gpu._measure.shape_of(AutoConfig.for_model(kind, **sizes)), cfg, place)
+        assert planned.cuda_graphs and not planned.warnings and planned.peak < place.free
 
 
 def test_what_has_to_be_brought_is_what_the_lock_says(gpu, tmp_path, monkeypatch, capsys):
