@@ -298,16 +298,18 @@ def contestants(
     """Who plays; without a stop token nothing ends a turn early."""
     stop_ids, made = [model.config.vocab_size if stop is None else stop], {}
     theirs = copy.deepcopy(model)  # TRL replaces the forward of its model
+    rows = zip(said.prompts, *said.replies, strict=True)  # the template writes up to eight tokens for each text
+    tokens = [sum(len(text.split()) + 8 + new_tokens for text in texts) for texts in rows]
     for name in engines:
         if name.startswith("trl"):
             made[name] = trl(theirs, chat, said, name, stop_ids)
             continue
         if name == "vllm" and "ConvGPT" in type(model).__name__:
             continue  # which it does not know
-        sampler: Any = vllm(model, chat) if name == "vllm" else SAMPLERS[name](model, stop_ids, PAD)
+        more = {"longest": max(tokens)} if name == "graphs" else {}  # else its cache would move when it grows
+        sampler: Any = vllm(model, chat) if name == "vllm" else SAMPLERS[name](model, stop_ids, PAD, **more)
         if name == "continuous-batching":
-            words = sum(len(text.split()) + 8 for texts in (said.prompts, *said.replies) for text in texts)
-            sampler.room = words + len(said.prompts) * said.turns * new_tokens
+            sampler.room = sum(tokens)
         inside = Inside(sampler, chat, said, model)
         made[name] = inside if name == "slots" else cast(Any, lambda params, s=sampler: play(s, chat, said, params))
     return made
@@ -319,10 +321,24 @@ def unequal(played: dict[str, Played]) -> list[str]:
     return [name for name, own in played.items() if own != first]
 
 
-def once(made: dict[str, Contestant], name: str, params: SamplingParams, work: dict[str, tuple[int, int]]) -> None:
-    """Play, and note how many tokens there were and how many of them were sampled."""
-    played = made[name](params)
-    work[name] = (played.context, sum(map(len, played.sampled)))
+def timed(
+    made: dict[str, Contestant], params: SamplingParams, repeats: int, device: str
+) -> tuple[dict[str, list[float]], dict[str, tuple[int, int]]]:
+    """Seconds of each repeat of each contestant; how many tokens there were, and how many of them were sampled.
+
+    On a GPU all play once before that is timed: then kernels are loaded and graphs recorded.
+    """
+    work: dict[str, tuple[int, int]] = {}
+
+    def once(name: str) -> None:
+        played = made[name](params)
+        work[name] = (played.context, sum(map(len, played.sampled)))
+
+    for name in made if device == "cuda" else ():
+        once(name)
+    inside = cast(Inside, made["slots"])
+    inside.turns, inside.outside = [], []
+    return _measure.alternating({name: partial(once, name) for name in made}, repeats), work
 
 
 def beside_limits(model: Any, chat: Chat, said: Script, context: int, sampled: int, device: str) -> dict[str, Any]:
@@ -368,12 +384,8 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
-    engines = [
-        *(name for name in SAMPLERS if name != "graphs"),
-        "trl-environment",
-        "trl-rollout-func",
-        *["vllm"] * (find_spec("vllm") is not None),
-    ]
+    engines = [*(name for name in SAMPLERS if name != "graphs"), "trl-environment", "trl-rollout-func"]
+    engines += ["vllm"] * (find_spec("vllm") is not None)
     choices, only = [*engines, "graphs"], "`slots` always plays, `graphs` (on a GPU) only if it is named"
     parser.add_argument("--engines", nargs="+", choices=choices, default=engines, help=only)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is timed in bfloat16")
@@ -413,15 +425,10 @@ def main() -> None:
             for turns in given.turns:
                 said = script(given.conversations, turns)
                 made = contestants(model, chat, said, given.new_tokens, given.engines, stop)
-                inside, work = cast(Inside, made["slots"]), {}
-                seconds = _measure.alternating(
-                    {name: partial(once, made, name, params, work) for name in made}, given.repeats
-                )
+                seconds, work = timed(made, params, given.repeats, given.device)
                 if len(set(work.values())) > 1:
-                    sys.exit(
-                        f"{kind}, {turns} turns: tokens and sampled ones differ, it was not the same work: {work}."
-                    )
-                context, sampled = work["slots"]
+                    sys.exit(f"{kind}, {turns} turns: tokens or sampled ones differ, it was not the same work: {work}.")
+                (context, sampled), inside = work["slots"], cast(Inside, made["slots"])
                 row = dict(model=kind, parameters=model.num_parameters(), turns=turns, context=context, sampled=sampled)
                 row |= beside_limits(model, chat, said, context, sampled, given.device)
                 rows.append(row | dict(seconds=seconds, turn_seconds=inside.turns, outside=inside.outside))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ import test_packed
 import test_row_attention
 import torch
 import yaml
+from recording import ListRecorder
 from tiny_runs import python, tiny_base
 from transformers.integrations import flex_attention
 from transformers.utils import import_utils
@@ -133,6 +135,32 @@ def test_turns_of_unequal_length_are_the_same_for_every_engine(rollout):
     lengths = [len(turn.split()) + 1 for each in turns for turn in each[:-1]]
     assert all(len(each) == 5 and each[-1] == "" for each in turns)
     assert len(set(lengths)) > 8 and max(lengths) <= 24
+
+
+@pytest.mark.parametrize("turns", [2, 5])
+def test_a_gpu_records_before_it_is_timed(rollout, monkeypatch, turns):
+    """What is timed are replays: no graph is recorded there, and the cache stays where it is."""
+    monkeypatch.setattr("posttrain.rollout.engines.graphs.CudaRecorder", ListRecorder)
+    model, chat = measure.model_of("llama", NARROW).eval(), measure.words(512)
+    said = rollout.script(9, turns)
+    made = rollout.contestants(model, chat, said, 24, ["slots", "graphs"])
+    sampler, graphs = inspect.signature(made["graphs"]).parameters["s"].default, made["graphs"]
+    recorded, sizes = [0], set()
+
+    def watched(params: SamplingParams) -> Any:
+        played = graphs(params)
+        recorded.append(sampler.recorded)
+        sizes.add(sampler._sizes())
+        return played
+
+    made["graphs"] = watched
+    seconds, work = rollout.timed(made, SamplingParams(24), 2, "cuda")
+    assert len(seconds["graphs"]) == 2 and len(made["slots"].turns) == len(made["slots"].outside) == 2
+    assert work["graphs"] == work["slots"] and len(recorded) == 1 + 1 + 2
+    assert 0 < recorded[1] == recorded[-1] and sampler._recorder is not None and len(sizes) == 1
+    assert work["slots"][0] / 9 <= sampler.longest <= sizes.pop()[1]
+    rollout.timed(made, SamplingParams(24), 1, "cpu")
+    assert len(recorded) == 4 + 1, "on a CPU nothing is played but what is timed"
 
 
 def test_nothing_is_timed_when_the_engines_differ(rollout, tmp_path, monkeypatch):
