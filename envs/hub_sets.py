@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from envs.local_rows import BrokenRows, kind_of_file, rows_in
 
 MOST_ENTRIES = 10_000  # of a folder; `datasets` looks at every one before it reports that there are no data
 EMBEDDED = "embedded"  # as `path`: what the environment brings itself
+NO_ROWS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of `datasets`
+MOST_NAMED = 5  # files that a line names
 
 
 def read_rows(
@@ -99,7 +103,8 @@ def local_splits(path: str) -> dict[str, Iterator[dict[str, Any]]] | None:
     """Return the rows of each split of a local file or folder, texts as they are written there.
 
     None for a data set of the Hub, and for local files that `datasets` reads, such as Parquet. How a folder is divided
-    into splits is left to `datasets`. Errors are as in `read_rows`, but of many classes, also while rows are read.
+    into splits is left to `datasets`; a line says which files it leaves out. Errors are as in `read_rows`, but of many
+    classes, also while rows are read.
     """
     here = Path(path)
     if not here.exists() and (kind_of_file(here.name) or here.suffix == ".parquet"):
@@ -115,8 +120,31 @@ def local_splits(path: str) -> dict[str, Iterator[dict[str, Any]]] | None:
     not_too_large(path)
     found = datasets.load_dataset_builder(path).config.data_files or {}
     splits = {str(split): [Path(file) for file in files] for split, files in found.items()}
+    _tell_left_out(path, tuple(_left_out(path, [file for files in splits.values() for file in files])))
     own = all(kind_of_file(file.name) and file.is_file() for files in splits.values() for file in files)
     return {split: _rows(files, here) for split, files in splits.items()} if own and splits else None
+
+
+def _left_out(path: str, read: Iterable[Path]) -> list[str]:
+    """Return the files of rows in a folder that are not read, by their path in it; hidden ones are not meant to be."""
+    known, found = {os.path.realpath(file) for file in read}, list[str]()
+    for place, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        files = [os.path.join(place, name) for name in names if not name.startswith(".") and name not in NO_ROWS]
+        rows = [file for file in files if kind_of_file(file) or file.endswith(".parquet")]
+        found += [os.path.relpath(file, path) for file in rows if os.path.realpath(file) not in known]
+    return sorted(found)
+
+
+@lru_cache(maxsize=64)  # once for a folder, however often it is read
+def _tell_left_out(path: str, files: tuple[str, ...]) -> None:
+    if files:
+        more = f" and {len(files) - MOST_NAMED:,} more" if len(files) > MOST_NAMED else ""
+        print(
+            f"The folder {path} is read without {', '.join(files[:MOST_NAMED])}{more}. Only files of one kind are read;"
+            " and where some are named after a split, as train-more.jsonl is, only those.",
+            file=sys.stderr,
+        )
 
 
 def _rows(files: Sequence[Path], folder: Path | None = None) -> Iterator[dict[str, Any]]:

@@ -74,6 +74,20 @@ def test_files_of_a_folder_are_read_as_they_are(tmp_path: Path, suffix: str) -> 
     assert all_rows("prompts", str(tmp_path), 1, None, "test") == ROWS[:1]
 
 
+def test_files_of_a_folder_that_are_not_read_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train.jsonl", "train-more.jsonl", "test.jsonl", "more.jsonl", "old/more.csv", ".cache/x.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        written(tmp_path / name, [{"question": f"Is it {name}?", "answer": "1"}])
+    (tmp_path / "state.json").write_text("{}")
+    assert len(all_rows("prompts", str(tmp_path), None, None, "train")) == 2
+    assert len(all_rows("prompts", str(tmp_path), None, None, "test")) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{tmp_path} is read without more.jsonl, old/more.csv. Only" in said
+    (tmp_path / "more.jsonl").unlink()
+    (tmp_path / "old" / "more.csv").unlink()
+    assert all_rows("prompts", str(tmp_path), None, None, "train") and not capsys.readouterr().err
+
+
 def test_a_file_among_several_is_named(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     written(tmp_path / "data" / "train-00000-of-00002.csv", [{"question": "a"}])
