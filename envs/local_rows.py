@@ -21,7 +21,8 @@ Content = IO[bytes] | gzip.GzipFile
 KINDS = (".jsonl", ".json", ".csv")
 LONGEST_LINE = 2**28  # bytes: a packed file may unfold to any length
 LONGEST_ARRAY = 2**31
-MESSAGES = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
+TEXTS_TOO = ("prompt", "completion", "chosen", "rejected")  # columns of texts or messages
+MESSAGES = ("messages", "conversations", "conversation", *TEXTS_TOO)
 
 
 class BrokenRows(ValueError):
@@ -142,9 +143,17 @@ def _csv(file: Content) -> Iterator[Placed]:
 
 
 def _cell(name: str, text: str) -> Any:
+    """Return a cell as messages where the column has them: a prompt or an answer may be a text that is JSON."""
     if name in MESSAGES and text.startswith(("[{", '{"')):
         try:
-            return json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError):
-            pass
+            return text
+        if name not in TEXTS_TOO or any(map(_is_message, value if isinstance(value, list) else [value])):
+            return value
     return text
+
+
+def _is_message(value: Any) -> bool:
+    keys: set[str] = set(value) if isinstance(value, dict) else set()
+    return bool(keys & {"role", "from"} and keys & {"content", "value", "tool_calls", "function_call"})

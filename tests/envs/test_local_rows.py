@@ -105,3 +105,13 @@ def test_messages_in_a_cell_are_json(tmp_path: Path) -> None:
     row = {"prompt": json.dumps([{"role": "user", "content": "z"}]), "answer": "[{1}]"}
     env: Any = make("prompts", path=str(written(tmp_path / "rows.csv", [row])))
     assert env.table.keys == ["z"] and env.table.rows[0]["answer"] == "[{1}]"
+
+
+@pytest.mark.parametrize("text", ['{"city": "Oslo"}', '[{"city": "Oslo"}, {"from": "Oslo", "to": "Rome"}]', '{"a": '])
+@pytest.mark.parametrize("column", ["prompt", "completion", "chosen", "rejected"])
+def test_a_text_that_is_json_stays_a_text(tmp_path: Path, column: str, text: str) -> None:
+    path = written(tmp_path / "rows.csv", [{column: text}])
+    assert all_rows("prompts", str(path), None, None, "train") == [{column: text}]
+    for messages in ([{"role": "user", "content": text}], [{"from": "human", "value": text}]):
+        path = written(tmp_path / "messages.csv", [{column: json.dumps(messages)}])
+        assert all_rows("prompts", str(path), None, None, "train") == [{column: messages}]
