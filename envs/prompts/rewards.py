@@ -11,6 +11,7 @@ place of a number says why there is none for this answer.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections import Counter
@@ -152,10 +153,10 @@ def own_reward_of(environment: Any) -> Reward:
         async def of(each: Any) -> Any:
             try:
                 return await each.get_reward()
-            except Exception as error:
+            except BaseException as error:  # SystemExit of a task would end the loop
                 return error
 
-        return [await of(each) for each in environments]
+        return await asyncio.gather(*map(of, environments))
 
     function = wait_for_reward if inspect.iscoroutinefunction(environment.get_reward) else get_reward
     kind = type(environment)

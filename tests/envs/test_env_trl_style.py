@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ class Fragile(Counter):
 class FragileJudge(Fragile):
     async def get_reward(self) -> float:
         return super().get_reward()
+
+
+class Waiting(Counter):
+    together: asyncio.Barrier  # which none passes alone
+
+    async def get_reward(self) -> float:
+        await Waiting.together.wait()
+        if self.value == 0:
+            raise SystemExit("no reward")
+        if self.value == 1:
+            raise RuntimeError("nothing")
+        return float(self.value)
 
 
 class Parts(Counter):
@@ -164,6 +177,19 @@ def test_reset_is_given_the_columns_that_it_takes(tmp_path: Path) -> None:
     for kind in ("Judge", "Narrow"):
         env = envs.make("prompts", path=str(path), environment=f"{__name__}:{kind}", rewards=["length"])
         assert Episode(env, Protocol(), 1, "train").messages[-1]["content"].endswith(". Count to 3.")
+
+
+def test_async_rewards_of_environments_are_awaited_side_by_side(tmp_path: Path) -> None:
+    episodes = [Episode(opened(tmp_path, "Waiting", timeout=20.0), Protocol(), seed, "train") for seed in range(4)]
+    Waiting.together = asyncio.Barrier(len(episodes))
+    for number, episode in enumerate(episodes):
+        episode.env.late = True
+        count(episode, number)
+        episode.step("Done.")
+    first, second, *others = type(episodes[0].env).score([episode.env for episode in episodes])
+    assert isinstance(first, ValueError) and "SystemExit: no reward" in str(first)
+    assert isinstance(second, ValueError)
+    assert [each.reward for each in others if isinstance(each, LateReward)] == [2.0, 3.0]
 
 
 def test_what_an_environment_does_to_its_row_is_of_its_own_episode_alone(tmp_path: Path) -> None:
