@@ -100,6 +100,8 @@ def test_the_hours_in_the_config_files_are_those_of_the_plan(
     assert known == "not this card"
     if script is phase3:  # the example of the documentation
         assert printed.strip() in (ROOT / "docs" / "config.md").read_text()
+        (peak,) = re.findall(r"at most, at one time +([\d.]+)", printed)
+        assert f"(`--plan A10G`: {float(peak):.1f} GiB)" in (ROOT / "docs" / "results.md").read_text()
     assert f"computed {hours} h" in (ROOT / "configs" / f"{file}.yaml").read_text()
 
 

@@ -414,6 +414,17 @@ def test_the_plan_is_compared_with_the_results_of_this_folder(rollout, tmp_path,
         work = "playing" if row["what"].startswith(("rollout", "a decoding step")) else "learning"
         low, high = plan.seconds.LIKELY[kind, work]
         assert row["why"] or low <= round(row["found"] / row["predicted"], 1) <= high, row["what"]
+    found = {name: [] for name in ("a micro-batch", "a decoding step", "its peak")}  # on an H100
+    for row in rows:
+        if (name := row["what"].partition(",")[0]) in found:
+            found[name].append(row["found"] / row["predicted"])
+    *micro, slowest = (f"{ratio:.1f}".lstrip("0") for ratio in sorted(found["a micro-batch"]))
+    steps = [f"{ratio:.1f}".lstrip("0") for ratio in sorted(found["a decoding step"])]
+    peaks = sorted(1 / ratio for ratio in found["its peak"])
+    said = f"micro-batches took {micro[0]} to {micro[-1]} times as long as planned (one without deterministic"
+    said += f" algorithms {slowest}), decoding steps {steps[0]} to {steps[-1]} times, and their memory was planned"
+    said += f" {peaks[0]:.2f} to {peaks[-1]:.2f} times as large as it was"
+    assert said in " ".join((FILE.parents[1] / "docs/results.md").read_text(encoding="utf-8").split())
 
 
 def test_the_plan_is_compared_with_a_run(rollout, tmp_path, monkeypatch, capsys):
@@ -789,6 +800,12 @@ def test_the_tables_of_readme_and_results_are_those_of_the_results(
     monkeypatch.setattr(sys, "argv", ["tables.py", "other"])
     with pytest.raises(SystemExit):
         tables.main()
+
+
+def test_the_results_say_which_of_them_are_of_a_gpu() -> None:
+    head, *sections = (FILE.parent / "RESULTS.md").read_text(encoding="utf-8").split("\n## ")
+    assert [section for section in sections if "NVIDIA" in section] == sections[-3:]
+    assert "All of it is of CPUs, but for the last three sections." in " ".join(head.split())
 
 
 def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> None:
