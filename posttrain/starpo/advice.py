@@ -194,8 +194,8 @@ def rate_warning(cfg: StarPORun, parameters: int) -> str:
 def steps_to_see(start: Start, groups: int, size: int) -> int:
     """Return over how many steps success has to be averaged, before and after, to see a gain of `GAIN` at 95 %.
 
-    The variance of both means is taken halfway, as a test of two shares pools them: at 1 % of success it is a third of
-    that at 3.5 %. Levels are supposed to keep their part of it.
+    Both means are given the variance of a success halfway through the gain, as in a pooled test of two shares: at 1 %
+    of success, it is a third of what it is at 3.5 %. The part of it between levels is assumed to stay the same.
 
     Args:
         start: with a success between 0 and 1.
