@@ -18,7 +18,6 @@ from .convgpt import (
     pads_on_the_right as pads_on_the_right,
 )
 from .forward import (
-    KL_TILE as KL_TILE,
     UNFIT as UNFIT,
     VOCABULARY_CHUNK as VOCABULARY_CHUNK,
     Prefixes as Prefixes,
@@ -27,6 +26,7 @@ from .forward import (
     backbone_states as backbone_states,
     head_logprobs as head_logprobs,
     kl_backward as kl_backward,
+    kl_tokens as kl_tokens,
     logit_scale as logit_scale,
     microbatches as microbatches,
     prefix_of as prefix_of,

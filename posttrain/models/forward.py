@@ -25,8 +25,9 @@ Ids = Sequence[int]
 UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 # columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
 VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
-# numbers in the logits, tokens times vocabulary, that exist of each of two models whose distributions are compared
-KL_TILE = {"cuda": 2**25, "cpu": 2**20}
+# numbers in the logits, tokens times vocabulary, that exist of each of two models whose distributions are compared; but
+# at least those of so many tokens, for which the weights of the output layers are read once
+KL_TILE, KL_TOKENS = {"cuda": 2**25, "cpu": 2**20}, 64
 
 
 def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[int]]:
@@ -241,6 +242,11 @@ def reverse_kl(
     return kl_S, hidden_SD.new_zeros(()) if gradient_SD is None else (hidden_SD * gradient_SD).sum()
 
 
+def kl_tokens(kind: str, vocabulary: int) -> int:
+    """Return of how many tokens `reverse_kl` and `kl_backward` have the logits at a time on a kind of device."""
+    return max(KL_TOKENS, KL_TILE.get(kind, KL_TILE["cuda"]) // vocabulary)
+
+
 def _gradient(
     model: PreTrainedModel,
     hidden_SD: torch.Tensor,
@@ -259,7 +265,7 @@ def _gradient(
         loss: of log-probs of the model and of the teacher, both (C, V), and the place of these tokens.
     """
     layer: Any = model.get_output_embeddings()
-    tokens = max(1, KL_TILE.get(hidden_SD.device.type, KL_TILE["cuda"]) // len(layer.weight))
+    tokens = kl_tokens(hidden_SD.device.type, len(layer.weight))
     with without_adapter, torch.no_grad():  # where rows of the layer are trained, its weights are computed on access
         frozen = _OutputLayer.of(teacher.get_output_embeddings(), hidden_SD.device.type)
     layer = layer if layer.weight.requires_grad else _OutputLayer.of(layer, hidden_SD.device.type)

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.config import ModelSection, StarPORun
-from posttrain.models import KL_TILE, VOCABULARY_CHUNK, model_files
+from posttrain.models import VOCABULARY_CHUNK, kl_tokens, model_files
 from posttrain.plan import parts
 from posttrain.plan.parts import (
     FLOAT,
@@ -112,7 +112,7 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
     kind = "cuda" if cuda else "cpu"
     tile = parts.output_tile(shape, numbers.computed, tokens, VOCABULARY_CHUNK[kind], cuda)
     if cfg.distillation is not None:  # logits and log-probs of two models, and their gradients
-        tile = max(tile, 6 * FLOAT * min(KL_TILE[kind], tokens * shape.vocabulary))
+        tile = max(tile, 6 * FLOAT * shape.vocabulary * min(kl_tokens(kind, shape.vocabulary), tokens))
     reading = tokens * OfAToken.of(shape.teacher, of_teacher(cfg, shards)).at_work if shape.teacher else 0
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if numbers.full else 0
     kept, freed = (parts.copies(shape, numbers, kept=on) for on in (not numbers.recomputed, False))

@@ -93,7 +93,7 @@ def reference(learner: Learner, batch: list[Answered]) -> tuple[float, list[torc
 def test_the_gradient_is_that_of_the_whole_kl(
     tuning: str, checkpointing: bool, tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(forward.KL_TILE, "cpu", 3 * 71)  # three tokens at a time
+    monkeypatch.setattr(forward, "kl_tokens", lambda *_: 3)
     learner = moved_away(distilling(tuning, checkpointing, tokens, coef=0.7))
     learner.model.train()
     distillation = Distillation(learner, answers())
@@ -136,7 +136,7 @@ def with_trained_rows(kind: str) -> Learner:
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "convgpt", "convgpt-tied"])
 def test_the_teacher_of_an_adapter_has_none_of_its_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the model under the adapter, whole logits at once: the KL, what is measured, and every gradient."""
-    monkeypatch.setitem(forward.KL_TILE, "cpu", 3 * 71)
+    monkeypatch.setattr(forward, "kl_tokens", lambda *_: 3)
     learner = with_trained_rows(kind)
     distillation = Distillation(learner, answers())
     batch = distillation.chosen(step=2, number=1)
@@ -434,6 +434,11 @@ def test_prompts_alone_are_text_or_messages_that_end_with_the_user(tmp_path: Pat
         prompts_of(tmp_path, tiny_chat, "prompts", [{"prompt": 7}])
 
 
+def test_a_large_vocabulary_is_read_once_for_many_tokens() -> None:
+    assert forward.kl_tokens("cpu", 150_000) == forward.KL_TOKENS == 64
+    assert forward.kl_tokens("cpu", 1_000) == 1048 and forward.kl_tokens("cuda", 150_000) == 223
+
+
 def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
     shape = plan.Shape(
         parameters=10**6, blocks=10**5, top=10**5, adapter=10**3, layers=2, hidden=8, query=8, key_value=8,
@@ -445,7 +450,7 @@ def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
     assert always(shape, lora)["reference model"] == 0, "the adapter is switched off instead"
     layers = [learning(shape, cfg, 512, cuda=False)["the layer at work"] for cfg in (without, full)]
     in_flight = 2 * 4 * 10**5 * 8
-    assert layers[1] == max(layers[0], 6 * 4 * forward.KL_TILE["cpu"] + in_flight)
+    assert layers[1] == max(layers[0], 6 * 4 * 10**5 * forward.kl_tokens("cpu", 10**5) + in_flight)
 
 
 def test_only_log_probs_that_are_not_finite_leave_a_suite_out(monkeypatch: pytest.MonkeyPatch) -> None:
