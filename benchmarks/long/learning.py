@@ -3,6 +3,7 @@
     make quickstart                                       # the player that all runs begin with
     python benchmarks/long/learning.py --steps 40 --seeds 0 1 2 --jobs 2
     python benchmarks/long/learning.py --arms grpo gigpo --envs sokoban --json rows.json
+    python benchmarks/long/learning.py --arms choices --envs frozen-lake sokoban  # the parts of the recipe, one by one
     python benchmarks/long/learning.py --table benchmarks/results/learning.jsonl  # the rows of the README's tables
 
 Hours. A run that is finished is not run again; one that was cut starts again from its first step.
@@ -45,12 +46,34 @@ ALGORITHMS: dict[str, list[str]] = {  # in common: SMALL, and the quickstart's l
     "ppo": ["algorithm.advantage=gae", ALL, *CRITIC],
     "bilevel-gae": ["algorithm.advantage=bilevel_gae", ALL, *CRITIC],
 }
-ARMS = ALGORITHMS | {
-    "bonus": ["algorithm.advantage=grpo", ALL, *BONUS],
-    "bonus-top-k": ["algorithm.advantage=grpo", HALF, *BONUS],
-    "bonus-ragen2": ["algorithm.advantage=grpo", TOP_P, *BONUS],
-    "curriculum": ["algorithm.advantage=gigpo", HALF],  # with EASY_FIRST for the environments
+RECIPE = ["algorithm.advantage=grpo", "algorithm.filter={strategy: none, keep_zero: false}", "rollout.refill=12"]
+RECIPE += ["algorithm.aggregation=sequence_mean", "algorithm.num_iterations=1", "algorithm.minibatches=1"]
+CHOICES: dict[str, list[str]] = {  # the recipe of docs/recipes.md, and what each of its choices is worth
+    "recipe": RECIPE,
+    "no-refill": [*RECIPE, "rollout.refill=0"],
+    "minibatches-2": [*RECIPE, "algorithm.minibatches=2"],
+    "iterations-2": [*RECIPE, "algorithm.num_iterations=2", "algorithm.minibatches=2"],
+    "token-mean": [*RECIPE, "algorithm.aggregation=token_mean"],
+    "symmetric-clip": [*RECIPE, "algorithm.epsilon_high=0.2"],
+    "kl": [*RECIPE, "algorithm.beta=0.01"],
+    "temperature-1.2": [*RECIPE, "rollout.temperature=1.2"],
+    "temperature-0.7": [*RECIPE, "rollout.temperature=0.7"],
+    "no-std": [*RECIPE, "algorithm.advantage_std=false"],
+    "best-half": [*RECIPE, "algorithm.filter={strategy: top_k, value: 0.5, keep_zero: false}"],
+    "rate-x3": [*RECIPE, "trainer.learning_rate=18e-4"],
+    "rate-by-3": [*RECIPE, "trainer.learning_rate=2e-4"],
+    "with-gigpo": [*RECIPE, "algorithm.advantage=gigpo"],
 }
+ARMS = (
+    ALGORITHMS
+    | CHOICES
+    | {
+        "bonus": ["algorithm.advantage=grpo", ALL, *BONUS],
+        "bonus-top-k": ["algorithm.advantage=grpo", HALF, *BONUS],
+        "bonus-ragen2": ["algorithm.advantage=grpo", TOP_P, *BONUS],
+        "curriculum": ["algorithm.advantage=gigpo", HALF],  # with EASY_FIRST for the environments
+    }
+)
 LONG_TURNS = ["rollout.max_completion_length=112", "rollout.max_context=2048"]  # room for the next state in a thought
 ENVS: dict[str, list[str]] = {
     "frozen-lake": ["envs=[frozen_lake]"],
@@ -178,7 +201,7 @@ def main() -> None:
         "--player", type=Path, default=Path("runs/quickstart/phase2/final"), help="where all runs begin"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ALGORITHMS))
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, "choices"], default=list(ALGORITHMS))
     parser.add_argument("--envs", nargs="+", choices=ENVS, default=list(EASY_FIRST))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
@@ -193,6 +216,7 @@ def main() -> None:
         return
     if "curriculum" in args.arms and (hard := [env for env in args.envs if env not in EASY_FIRST]):
         parser.error(f"curriculum has no easy levels of {', '.join(hard)}: leave it out of --arms")
+    arms = list(CHOICES) if args.arms == ["choices"] else args.arms
     args.out.mkdir(parents=True, exist_ok=True)
     player = args.player.resolve()
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -200,7 +224,7 @@ def main() -> None:
             pool.submit(run, args.out, player, arm, env, seed, args.steps)
             for seed in args.seeds
             for env in args.envs
-            for arm in args.arms
+            for arm in arms
         ]
     rows = [one.result() for one in runs]
     if args.json:
