@@ -11,7 +11,7 @@ D states, V vocabulary; G prefixes of at most P tokens, Q tokens of a row behind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -193,18 +193,13 @@ def kl_backward(
     Returns:
         The sum in nats.
     """
-    of_tiles: list[torch.Tensor] = []
-
-    def forward_kl(log_p_CV: torch.Tensor, log_q_CV: torch.Tensor, _: slice) -> torch.Tensor | None:
-        kl = torch.nn.functional.kl_div(log_p_CV, log_q_CV, reduction="sum", log_target=True)
-        of_tiles.append(kl.detach())
-        return None if weight is None else weight * kl
-
-    gradient_SD = _gradient(model, hidden_SD, teacher, teacher_SD, forward_kl, weight is not None, without_adapter)
+    kl_S, gradient_SD = _kl(
+        model, hidden_SD, teacher, teacher_SD, weight, reverse=False, without_adapter=without_adapter
+    )
     if gradient_SD is not None:
         with torch.autocast(hidden_SD.device.type, enabled=False):
             hidden_SD.backward(gradient_SD)
-    return sum(floats(torch.stack(of_tiles)))  # here alone something waits for a GPU
+    return sum(floats(kl_S))  # here alone something waits for a GPU
 
 
 def reverse_kl(
@@ -230,15 +225,7 @@ def reverse_kl(
     Returns:
         The KL in nats, (S,), without gradient; and the scalar, whose value says nothing.
     """
-    kl_S = hidden_SD.new_zeros(len(hidden_SD), dtype=torch.promote_types(hidden_SD.dtype, torch.float32))
-
-    def of_tile(log_p_CV: torch.Tensor, log_q_CV: torch.Tensor, place: slice) -> torch.Tensor | None:
-        kl_C = torch.nn.functional.kl_div(log_q_CV, log_p_CV, reduction="none", log_target=True).sum(-1)
-        kl_S[place] = kl_C.detach()
-        return None if weights_S is None else (weights_S[place].to(kl_C) * kl_C).sum()
-
-    learns = weights_S is not None
-    gradient_SD = _gradient(model, hidden_SD, teacher, teacher_SD, of_tile, learns, temperature=temperature)
+    kl_S, gradient_SD = _kl(model, hidden_SD, teacher, teacher_SD, weights_S, reverse=True, temperature=temperature)
     return kl_S, hidden_SD.new_zeros(()) if gradient_SD is None else (hidden_SD * gradient_SD).sum()
 
 
@@ -247,48 +234,70 @@ def kl_tokens(kind: str, vocabulary: int) -> int:
     return max(KL_TOKENS, KL_TILE.get(kind, KL_TILE["cuda"]) // vocabulary)
 
 
-def _gradient(
+def _kl(
     model: PreTrainedModel,
     hidden_SD: torch.Tensor,
     teacher: PreTrainedModel,
     teacher_SD: torch.Tensor,
-    loss: Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor | None],
-    learns: bool,
+    weights: torch.Tensor | float | None,
+    *,
+    reverse: bool,
     without_adapter: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it holds nothing)
     temperature: float = 1.0,
-) -> torch.Tensor | None:
-    """Return the gradient of a loss of two distributions at the hidden states, (S, D); None unless the model learns.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the KL at each position, (S,), and the gradient of its weighted sum at the hidden states, (S, D).
 
-    The output layer is given its gradient at once: logits exist for a few tokens at a time.
+    Logits exist for a few tokens at a time, and the output layer is given its gradient at once. With the model's p and
+    the teacher's q, the gradient of KL(p || q) at the logits is p (log p - log q - KL), that of KL(q || p) is p - q.
 
     Args:
-        loss: of log-probs of the model and of the teacher, both (C, V), and the place of these tokens.
+        weights: of each position, (S,), or one for all; None for no gradient.
+        reverse: KL(p || q); else KL(q || p).
     """
     layer: Any = model.get_output_embeddings()
-    tokens = kl_tokens(hidden_SD.device.type, len(layer.weight))
+    tokens, size = kl_tokens(hidden_SD.device.type, len(layer.weight)), len(hidden_SD)
     with without_adapter, torch.no_grad():  # where rows of the layer are trained, its weights are computed on access
         frozen = _OutputLayer.of(teacher.get_output_embeddings(), hidden_SD.device.type)
     layer = layer if layer.weight.requires_grad else _OutputLayer.of(layer, hidden_SD.device.type)
     columns = min(len(layer.weight), len(frozen.weight))
-
-    def log_probs(net: PreTrainedModel, its_layer: Any, states_CD: torch.Tensor) -> torch.Tensor:
-        logits_CV = _logits(net, its_layer, states_CD)[:, :columns]
-        return (logits_CV if temperature == 1.0 else logits_CV / temperature).log_softmax(-1)
-
-    gradient_SD = torch.zeros_like(hidden_SD) if learns else None
+    kl_S = hidden_SD.new_zeros(size, dtype=torch.promote_types(hidden_SD.dtype, torch.float32))
+    learns, gradient_SD = weights is not None, torch.zeros_like(hidden_SD)
+    weights_S = weights.to(kl_S) if isinstance(weights, torch.Tensor) else torch.full_like(kl_S, weights or 0.0)
+    if size > tokens:  # tensors of one size take each other's place in memory, those of many sizes leave gaps
+        more = -size % tokens
+        hidden_SD, teacher_SD = (torch.nn.functional.pad(each, (0, 0, 0, more)) for each in (hidden_SD, teacher_SD))
+        weights_S = torch.nn.functional.pad(weights_S, (0, more))
     for start in range(0, len(hidden_SD), tokens):
-        place = slice(start, start + tokens)
+        place, own = slice(start, start + tokens), slice(start, min(start + tokens, size))
+        count = own.stop - own.start
         states_CD = hidden_SD[place].detach().requires_grad_(learns)
         with torch.no_grad():
-            log_q_CV = log_probs(teacher, frozen, teacher_SD[place])
+            log_q_CV = _log_probs(_logits(teacher, frozen, teacher_SD[place])[:, :columns], temperature)
         with torch.set_grad_enabled(learns):
-            weighted = loss(log_probs(model, layer, states_CD), log_q_CV, place)
-        if gradient_SD is not None and weighted is not None:
+            logits_CV = _logits(model, layer, states_CD)[:, :columns]
+        with torch.no_grad():
+            log_p_CV = _log_probs(logits_CV, temperature)
+            if reverse:
+                slope_CV = log_q_CV.neg_().add_(log_p_CV)  # log p - log q
+                p_CV = log_p_CV.exp_()
+                kl_C = torch.linalg.vecdot(p_CV, slope_CV)
+                slope_CV.sub_(kl_C[:, None]).mul_(p_CV)
+            else:
+                gap_CV = log_p_CV.sub(log_q_CV).neg_()  # log q - log p
+                q_CV, slope_CV = log_q_CV.exp_(), log_p_CV.exp_()
+                kl_C = torch.linalg.vecdot(q_CV, gap_CV)
+                slope_CV.sub_(q_CV)
+            kl_S[own] = kl_C[:count]
+        if learns:
             with torch.autocast(hidden_SD.device.type, enabled=False):  # which is for forward passes
-                weighted.backward()
+                logits_CV.backward(slope_CV.mul_(weights_S[place, None] / temperature))
             assert states_CD.grad is not None
-            gradient_SD[place] = states_CD.grad
-    return gradient_SD
+            gradient_SD[own] = states_CD.grad[:count]
+    return kl_S, gradient_SD if learns else None
+
+
+def _log_probs(logits_CV: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (logits_CV if temperature == 1.0 else logits_CV / temperature).log_softmax(-1)
 
 
 class _OutputLayer(NamedTuple):
