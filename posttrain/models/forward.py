@@ -27,7 +27,7 @@ UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, Va
 VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
 # numbers in the logits, tokens times vocabulary, that exist of each of two models whose distributions are compared; but
 # at least those of so many tokens, for which the weights of the output layers are read once
-KL_TILE, KL_TOKENS = {"cuda": 2**25, "cpu": 2**20}, 64
+KL_TILE, KL_TOKENS = {"cuda": 2**25, "cpu": 2**20}, 32
 
 
 def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[int]]:
