@@ -33,6 +33,7 @@ def open_engine(
     longest: int | None = None,
     vllm_memory: float = 0.3,
     graphs: bool = True,
+    conversations: int | None = None,
 ) -> Sampler:
     """Return an engine for a model; `auto` is the slot engine if it passes a self-test on this model, else replay.
 
@@ -40,6 +41,7 @@ def open_engine(
         longest: tokens of the longest conversation, if known.
         vllm_memory: the share of the device's memory that vLLM takes.
         graphs: whether the slot engine replays CUDA graphs on a GPU, if these pass the self-test, too.
+        conversations: how many are open at a time at most, if known; CUDA graphs' cache has them from the start.
 
     Raises:
         UserError: the engine cannot sample from this model; `auto`: neither of the two engines can.
@@ -51,7 +53,7 @@ def open_engine(
     if cause is None and engine != "replay":
         if graphs and model.device.type == "cuda":
             if (wrong := why_unfit(model, stop_ids, pad_id, GraphSampler)) is None:
-                return GraphSampler(model, stop_ids, pad_id, longest)
+                return GraphSampler(model, stop_ids, pad_id, longest, conversations=conversations)
             warnings.warn(f"{name} is decoded without CUDA graphs: {wrong}", stacklevel=2)
         return SlotSampler(model, stop_ids, pad_id, longest)
     if engine == "slots":

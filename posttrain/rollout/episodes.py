@@ -40,17 +40,19 @@ def open_sampler(
     max_context: int | None = None,
     vllm_memory: float = 0.3,
     graphs: bool = True,
+    conversations: int | None = None,
 ) -> Sampler:
     """Return an engine for this model that stops at the end of the chat's turns; see `open_engine`."""
-    return open_engine(model, [chat.stop_id], chat.pad_id, engine, max_context, vllm_memory, graphs)
+    return open_engine(model, [chat.stop_id], chat.pad_id, engine, max_context, vllm_memory, graphs, conversations)
 
 
 def sampler_of(cfg: StarPORun, model: PreTrainedModel, chat: Chat) -> Sampler:
     """Return the engine of a run of phase 3: in this process, or on the servers that its config names."""
     rollout = cfg.rollout
     if not rollout.servers:
-        memory = rollout.vllm_gpu_memory_utilization
-        return open_sampler(model, chat, rollout.engine, rollout.max_context, memory, rollout.cuda_graphs is not False)
+        memory, graphs = rollout.vllm_gpu_memory_utilization, rollout.cuda_graphs is not False
+        longest, conversations = rollout.max_context, rollout.conversations
+        return open_sampler(model, chat, rollout.engine, longest, memory, graphs, conversations)
     policy = Policy(model, chat.tokenizer, [chat.stop_id], rollout.max_context)
     return open_servers(policy, rollout.servers, Path(cfg.output_dir))
 

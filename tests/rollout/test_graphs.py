@@ -81,8 +81,10 @@ def equal(ours: list[list[Completion]], plain: list[list[Completion]]) -> None:
             assert a.finished == b.finished and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def replaying(model: PreTrainedModel, recorder: ListRecorder | None = None) -> GraphSampler:
-    return GraphSampler(model, STOPS, PAD, LONGEST, recorder or ListRecorder())
+def replaying(
+    model: PreTrainedModel, recorder: ListRecorder | None = None, conversations: int | None = None
+) -> GraphSampler:
+    return GraphSampler(model, STOPS, PAD, LONGEST, recorder or ListRecorder(), conversations=conversations)
 
 
 def sizes(sampler: GraphSampler) -> list[tuple[int, int]]:
@@ -125,7 +127,21 @@ def test_a_step_is_recorded_once_a_size_and_follows_the_weights(capsys: pytest.C
     play(model, sampler, params, 6)
     assert recorder.steps == made
     play(model, sampler, params, 9)
-    assert recorder.steps > made, "more conversations than before move the cache"
+    assert recorder.steps > made, "more conversations than before move the cache of a sampler that was told no number"
+
+
+def test_a_sampler_that_is_told_its_conversations_records_no_step_twice() -> None:
+    """As in phase 3, which evaluates on few levels before its first rollout."""
+    model, recorder = one_layer(ConvGPTForCausalLM), ListRecorder()
+    sampler, params = replaying(model, recorder, 9), SamplingParams(max_new_tokens=14)
+    room = set[tuple[int, int]]()
+    for places in (3, 9, 6, 9):
+        for temperature in (1.0, 0.0):
+            play(model, sampler, SamplingParams(max_new_tokens=14, temperature=temperature), places)
+            room.add(sampler._sizes())
+    assert recorder.steps == len(sizes(sampler)) and room == {(graphs.whole_rows(9), 256)}
+    play(model, sampler, params, 14)
+    assert sampler._sizes()[0] == graphs.whole_rows(14), "more than it was told have room, too"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -383,7 +399,8 @@ def test_graphs_are_used_on_a_gpu_where_their_self_test_passes(monkeypatch: pyte
     monkeypatch.setattr(graphs, "CudaRecorder", ListRecorder)
     found: dict[type, str | None] = {SlotSampler: None, GraphSampler: None}
     monkeypatch.setattr(engines, "why_unfit", lambda model, stop_ids, pad_id, engine=SlotSampler: found[engine])
-    assert type(engines.open_engine(model, [STOP], PAD)) is GraphSampler
+    opened = engines.open_engine(model, [STOP], PAD, conversations=5)
+    assert type(opened) is GraphSampler and opened.conversations == 5
     assert type(engines.open_engine(model, [STOP], PAD, graphs=False)) is SlotSampler
     found[GraphSampler] = "its self-test raised an error"
     with pytest.warns(UserWarning, match="Qwen3ForCausalLM is decoded without CUDA graphs: its self-test raised"):

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from recording import ListRecorder
 from safetensors.torch import load_file, save_file
 from tiny_runs import python
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -39,6 +40,7 @@ from posttrain.models import loading as models
 from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.plan.episodes import MOST_TOKENS
+from posttrain.rollout.engines.graphs import GraphSampler
 from posttrain.runtime import checkpoint
 from posttrain.runtime.dashboards import Dashboards
 from posttrain.starpo.experience import Batch, Measured
@@ -162,6 +164,24 @@ def test_a_run_saves_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) -> No
     assert (whole / "alarms.jsonl").is_file()
     pictures = sorted(file.name for file in (whole / "episodes").iterdir())
     assert pictures == [f"step-{step}-{number}.gif" for step in (2, 4) for number in range(4)]
+
+
+def test_a_run_with_graphs_records_no_step_twice(player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its evaluations play half as many episodes as its rollouts have, the first of them before step 1."""
+    made: list[GraphSampler] = []
+
+    def opened(model: Any, stop_ids: list[int], pad_id: int, *given: Any) -> GraphSampler:
+        _, longest, _, _, conversations = given
+        made.append(GraphSampler(model, stop_ids, pad_id, longest, ListRecorder(), conversations=conversations))
+        return made[-1]
+
+    monkeypatch.setattr("posttrain.rollout.episodes.open_engine", opened)
+    monkeypatch.setattr("posttrain.rollout.engines.graphs.POSITIONS", 64)
+    train(settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}))
+    (sampler,) = made
+    sizes = [size for static in sampler._static.values() for size in static.graphs]
+    assert {rows for rows, _ in sizes} == {8, 16} and sampler.recorded == len(sizes)
+    assert sampler._sizes() == (16, 512), "the cache that the memory plan counts"
 
 
 def said(episode: dict[str, Any]) -> list[str]:

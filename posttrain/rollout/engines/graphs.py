@@ -1,10 +1,11 @@
 """How is a token decoded without waiting for Python?  A step of the slot engine is a CUDA graph, which is replayed.
 
 A GPU takes less time for a decoding step of a small model than Python needs to launch its kernels; a CUDA graph
-launches them all at once. A graph holds addresses. So the cache has its full length from the start, and it, the rows
-and the copies of weights stay where they are from rollout to rollout. A graph is recorded once in a run for each
-number of rows (see `whole_rows`) and of positions (multiples of 256), and each kind of sampling. All use one memory
-pool: one runs at a time, and what a step leaves behind is in tensors outside of it.
+launches them all at once. A graph holds addresses. So the cache has its full length and all its slots from the start,
+and it, the rows and the copies of weights stay where they are from rollout to rollout. A graph is recorded once in a
+run for each number of rows (see `whole_rows`) and of positions (multiples of 256), and each kind of sampling. All use
+one memory pool: one runs at a time, and what a step leaves behind is in tensors outside of it. A sampler that was not
+told its length or its number of conversations grows, and records anew where it does.
 
 Shapes: B rows of a step, S slots.
 """
@@ -152,6 +153,7 @@ class GraphSampler(SlotSampler):
         recorder: records CUDA graphs unless another one is given.
         by_length: whether attention reads each row up to its own length, where `row_attention.has_kernel`, instead of
             all rows up to the longest one. Rounding differs.
+        conversations: how many are open at a time at most, if known; the cache has a slot for each from the start.
     """
 
     def __init__(
@@ -162,8 +164,10 @@ class GraphSampler(SlotSampler):
         longest: int | None = None,
         recorder: Recorder | None = None,
         by_length: bool | None = None,
+        conversations: int | None = None,
     ) -> None:
         super().__init__(model, stop_ids, pad_id, longest)
+        self.conversations = conversations
         self._by_length = BY_LENGTH if by_length is None else by_length
         self._recorder: Recorder | None = recorder or CudaRecorder()
         self._weights = {}
@@ -222,7 +226,7 @@ class GraphSampler(SlotSampler):
         before = self._sizes()
         super().reserve(max(length, self.longest or 0))
         for layer in self._layers:
-            layer.slots = whole_rows(layer.slots)
+            layer.slots = whole_rows(max(layer.slots, self.conversations or 0))
             if self._by_length:
                 layer.length = -(-layer.length // POSITIONS) * POSITIONS
         if self._sizes() != before:  # the cache moves at its next use
