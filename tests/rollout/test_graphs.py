@@ -265,9 +265,9 @@ def test_a_step_that_cannot_be_recorded_is_said_in_a_line_and_launched(capsys: p
 
 
 class Cuda:
-    """What a recorder asks of torch.cuda, as a driver answers: an error in a step spoils the end of its capture.
+    """What a recorder asks of torch.cuda, as a driver answers: its errors in a step spoil the end of a capture.
 
-    As before torch 2.13, the random numbers are in a capture until one has ended well.
+    Those of Python alone do not. As before torch 2.13, the random numbers are in a capture until one has ended well.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +327,30 @@ def test_a_failed_capture_says_its_cause_and_leaves_stream_and_pool(monkeypatch:
         recorder.record(lambda: None)
     assert cuda.streams == ["default"] and cuda.left == [(0, cuda.pools[0])] * 2
     kept()
+
+
+@pytest.mark.parametrize("spoiled", [False, True], ids=["the end succeeds", "the end fails"])
+def test_the_cause_is_the_error_of_the_step(monkeypatch: pytest.MonkeyPatch, spoiled: bool) -> None:
+    """Not one that the model has handled before it, and not that of the end."""
+    cuda = Cuda(monkeypatch)
+    recorder = graphs.CudaRecorder()
+    kept = recorder.record(cuda.step)
+
+    def without_cache() -> None:
+        cuda.wrong = "any" if spoiled else ""
+        raise ValueError("this layer does not work while a stream is capturing")
+
+    def step() -> None:
+        try:
+            raise KeyError("cos_cache")
+        except KeyError:
+            without_cache()
+
+    with pytest.raises(ValueError, match="does not work while"):
+        recorder.record(step)
+    assert cuda.streams == ["default"] and not cuda.random_in_capture
+    kept()
+    recorder.record(cuda.step)()
 
 
 def test_graphs_share_a_pool_while_one_of_them_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,12 +68,12 @@ class CudaRecorder:
         with torch.cuda.stream(self._stream):
             try:
                 graph = _capture(step, self._pool)
-            except Exception as error:
+            except Exception:
                 _leave_pool(self._stream.device_index, self._pool)
                 # until torch 2.13, its random numbers stay in the capture, and no graph can be replayed, until one ends
                 with suppress(RuntimeError):
                     _capture(self._written.zero_, torch.cuda.graph_pool_handle())
-                raise (error.__context__ or error) from None
+                raise
         self._graphs.add(graph)
         return graph.replay
 
@@ -83,8 +83,11 @@ def _capture(step: Step, pool: Any) -> torch.cuda.CUDAGraph:
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         step()
-    finally:
-        graph.capture_end()  # fails, too, after an error in the step
+    except BaseException:
+        with suppress(RuntimeError):  # a consequence, where the error has spoiled the capture
+            graph.capture_end()
+        raise
+    graph.capture_end()
     return graph
 
 
