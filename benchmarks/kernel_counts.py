@@ -2,7 +2,8 @@
 
 Forward and backward pass of a known model under bfloat16 autocast, by torch's dispatcher on the CPU: a model of three
 layers less a model of one, halved. Views are not counted; `rms_norm` is one operation, and its backward pass
-one, as they are on CUDA. A kernel reads its inputs and writes its outputs once.
+one, as they are on CUDA. A kernel reads its inputs and writes its outputs once. Bytes are counted without the products
+with weights and with them: a product reads its weights once, so that more tokens are fewer bytes for each.
     python benchmarks/kernel_counts.py [--model convgpt|qwen|smol] [--tokens 1024] [--json FILE]
 """
 
@@ -26,6 +27,7 @@ import _measure
 import gpu
 
 NOTHING = {"_unsafe_view", "detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+PRODUCTS = ("mm", "addmm")  # with weights
 VOCABULARY = 512  # no count depends on it
 
 
@@ -100,13 +102,14 @@ def training_step(layers: int, tokens: int, name: str = "convgpt") -> Counted:
 
 
 def a_layer(tokens: int, name: str = "convgpt") -> dict[str, Any]:
-    """Operations of a layer, and the bytes that they move for each token without those of the weights' products."""
+    """Operations of a layer, and the bytes that they move for each token, without and with those of the products."""
     one, three = training_step(1, tokens, name), training_step(3, tokens, name)
     each = {name: (three.count[name] - one.count[name]) / 2 for name in three.count}
     moved = {name: (three.moved[name] - one.moved[name]) / 2 / tokens for name in three.moved}
     return {
         "kernels": sum(each.values()),
-        "KB_a_token": sum(moved[name] for name in moved if name not in ("mm", "addmm")) / 1000,
+        "KB_a_token_without_products": sum(moved[name] for name in moved if name not in PRODUCTS) / 1000,
+        "KB_a_token_with_products": sum(moved.values()) / 1000,
         "each": {name: count for name, count in sorted(each.items(), key=lambda item: -item[1]) if count},
     }
 
@@ -114,9 +117,10 @@ def a_layer(tokens: int, name: str = "convgpt") -> dict[str, Any]:
 def markdown(results: dict[str, Any]) -> str:
     each = results["each"]
     names = ("_to_copy", "mul", "rms_norm", "rms_norm_backward", "mm")
-    header = ["kernels a layer", *names, "others", "KB a token, without products"]
+    header = ["kernels a layer", *names, "others", "KB a token, without products", "with products"]
     others = results["kernels"] - sum(each.get(name, 0) for name in names)
-    cells = [results["kernels"], *(each.get(name, 0) for name in names), others, results["KB_a_token"]]
+    cells = [results["kernels"], *(each.get(name, 0) for name in names), others]
+    cells += [results["KB_a_token_without_products"], results["KB_a_token_with_products"]]
     return f"{_measure.told(results)}\n\n{_measure.table(header, [[f'{cell:,.0f}' for cell in cells]])}"
 
 
