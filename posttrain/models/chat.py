@@ -29,7 +29,7 @@ from tokenizers import AddedToken
 from posttrain.config import find_file
 from posttrain.files import read_text
 from posttrain.models.literals import REMEDY, Literals, Message
-from posttrain.models.tools import PROBE_CALL, TOOL_CALLS, Said, Tools, marks_of, read_calls, tools_key
+from posttrain.models.tools import PROBE, PROBE_CALL, THINK, TOOL_CALLS, Said, Tools, marks_of, read_calls, tools_key
 from posttrain.runtime import panics_in_words, plain_text_tokenizer
 from posttrain.types import UserError
 
@@ -222,7 +222,13 @@ class Chat(Literals):
     def read_calls(self, text: str) -> Said:
         """Return the calls of tools in the text of a sampled turn."""
         form = self.call_form
-        return read_calls(text, form, self.tokenizer, self._call_marks if form == "response" else ("", ""))
+        marks = self._call_marks if form == "response" else ("", "")
+        return read_calls(text, form, self.tokenizer, marks, thought_open=self._opens_thoughts)
+
+    @cached_property
+    def _opens_thoughts(self) -> bool:
+        """Whether the template writes <think> where it opens a turn in a dialogue with tools."""
+        return self._literal_texts(("user",), True, PROBE)[-1].rstrip().endswith(THINK)
 
     @cached_property
     def _call_marks(self) -> tuple[str, str]:

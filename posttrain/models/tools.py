@@ -51,6 +51,7 @@ SPACE = re.compile(r"[ \t\n\r]*")  # of JSON
 CLOSED = re.compile(SPACE.pattern + CLOSE)
 ARGUMENTS = ("arguments", "parameters")  # small models take the other form's key
 PYTHON_TAG = "<|python_tag|>"  # which Llama 3.1 may write before a call
+BETWEEN = " \n;"  # calls of Llama's form
 TOOL_CALLS = "[TOOL_CALLS]"
 BEGINS = re.compile(rf"(?:\A|{OPEN}|{re.escape(PYTHON_TAG)}|{re.escape(TOOL_CALLS)})\s*(?=[\[{{])")  # JSON of calls
 TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
@@ -195,41 +196,57 @@ def marks_of(written: str) -> Marks:
 
 
 def read_calls(
-    text: str, form: Form, tokenizer: PreTrainedTokenizerBase | None = None, marks: Marks = ("", "")
+    text: str,
+    form: Form,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    marks: Marks = ("", ""),
+    *,
+    thought_open: bool = False,
 ) -> Said:
     """Return the calls of a turn, those that cannot be read with an error; what stands in a closed thought is not one.
 
-    A first thought that is not closed is all of the turn. The opening <think> may stand at the end of the prompt, as
-    some templates write it. tokenizer, marks: of the form "response".
+    A first thought that is not closed is all of the turn.
+
+    Args:
+        tokenizer, marks: of the form "response".
+        thought_open: whether the prompt ends with <think>, so that the turn begins in a thought. Elsewhere a </think>
+            without an opening tag is text.
     """
-    end = _thought_end(text, marks)
+    end = thought_end(text, thought_open)
     if form == "response":
         assert tokenizer is not None
         if text.lstrip().startswith(THINK):  # which the tokenizer reads itself
             end = 0
-        said = _response(text[end:], tokenizer, *marks)
+        said = _response(text[end:], tokenizer, *marks) if end < len(text) else Said("", [])
         return said._replace(content=text[:end] + said.content)
     found = list(_READ[form](text[end:]))
     return Said((text[:end] + found[0][0]).rstrip(), [call for _, call in found]) if found else Said(text, [])
 
 
-def _thought_end(text: str, marks: Marks) -> int:
-    """Return where the thought that a text begins with ends: 0 without one, the end of the text if it is not closed."""
-    closed = text.find(THOUGHT)
-    if not text.lstrip().startswith(THINK) and (closed < 0 or THINK in text[:closed] or _in_call(text, closed, marks)):
+def thought_end(text: str, thought_open: bool) -> int:
+    """Return where the thought that a text begins with ends: 0 without one, the end of the text if it is not closed.
+
+    The arguments of a call that it considers may hold </think>. thought_open: as in `read_calls`.
+    """
+    opened = text.lstrip().startswith(THINK)
+    if not opened and not thought_open:
         return 0
-    return closed + len(THOUGHT) if closed >= 0 else len(text)
+    thought, place = text.partition(THINK)[2] if opened else text, 0
+    while (closed := thought.find(THOUGHT, place)) >= 0:
+        if not (begins := BEGINS.search(thought, place, closed)):
+            return len(text) - len(thought) + closed + len(THOUGHT)
+        place = _json_end(thought, begins.end())
+    return len(text)
 
 
-def _in_call(text: str, place: int, marks: Marks) -> bool:
-    """Return whether a place stands in a call, whose arguments may hold any tag."""
-    opening, closing = marks
-    if opening:
-        return text.rfind(opening, 0, place) > text.rfind(closing, 0, place)
-    last = max((begins.end() for begins in BEGINS.finditer(text, 0, place)), default=None)
+def _json_end(text: str, start: int) -> int:
+    """Return where the JSON values that begin here end, one or more as in Llama's form; the next place if none does."""
+    end = start + 1
     with suppress(ValueError, RecursionError):
-        return last is not None and json.JSONDecoder().raw_decode(text, last)[1] > place
-    return False
+        while True:
+            _, end = json.JSONDecoder().raw_decode(text, start)
+            start = len(text) - len(text[end:].lstrip(BETWEEN))
+    return end
 
 
 def _spoken(text: str, mark: str, start: int = 0) -> int:
@@ -295,7 +312,7 @@ def _llama(text: str) -> Iterator[tuple[str, Call]]:
         if not isinstance(value, dict) or "name" not in value or not (len(value) == 1 or set(ARGUMENTS) & set(value)):
             return  # an answer that is JSON
         yield first, _read(value, "parameters")
-        first, rest = "", rest[end:].lstrip(" \n;")
+        first, rest = "", rest[end:].lstrip(BETWEEN)
 
 
 def _mistral(text: str) -> Iterator[tuple[str, Call]]:

@@ -284,26 +284,6 @@ FORMS: dict[str, tuple[str, Any, Said]] = {
         "hermes",
         Said("A <think>b <tool_call>{}</tool_call></think>c", [Call("f", {}), Call("h", {})]),
     ),
-    "thought that the prompt opened": (
-        'So <tool_call>{"name": "f"}</tool_call></think> 5', "hermes",
-        Said('So <tool_call>{"name": "f"}</tool_call></think> 5', []),
-    ),
-    "call after a thought that the prompt opened": (
-        'So <tool_call>{"name": "f"}</tool_call>\n</think>Yes.\n<tool_call>{"name": "g"}</tool_call>', "hermes",
-        Said('So <tool_call>{"name": "f"}</tool_call>\n</think>Yes.', [Call("g", {})]),
-    ),
-    "mark in a thought that the prompt opened": (
-        "I need <tool_call>, or not.</think>5", "hermes", Said("I need <tool_call>, or not.</think>5", []),
-    ),
-    "bare call after a thought that the prompt opened": (
-        'So.</think>\n{"name": "f", "arguments": {}}', "hermes", Said("So.</think>", [Call("f", {})]),
-    ),
-    "llama call in a thought that the prompt opened": (
-        '{"name": "f"} or </think>{"name": "g"}', "llama", Said('{"name": "f"} or </think>', [Call("g", {})]),
-    ),
-    "mistral call in a thought that the prompt opened": (
-        "So [TOOL_CALLS] []</think>no", "mistral", Said("So [TOOL_CALLS] []</think>no", []),
-    ),
     "end of a thought as an argument": (
         'I. <tool_call>\n{"name": "f", "arguments": {"x": "y</think>"}}\n</tool_call>', "hermes",
         Said("I.", [Call("f", {"x": "y</think>"})]),
@@ -314,6 +294,21 @@ FORMS: dict[str, tuple[str, Any, Said]] = {
     "mistral end of a thought as an argument": (
         '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "</think>"}}]', "mistral",
         Said("", [Call("f", {"x": "</think>"})]),
+    ),
+    "end of a thought behind a call": (
+        '<tool_call>{"name": "f"}</tool_call>\nThe tag </think> ends a thought.', "hermes", Said("", [Call("f", {})]),
+    ),
+    "call as an argument": (
+        '<tool_call>{"name": "f", "arguments": {"x": "<tool_call>{\\"name\\"} and </think>"}}</tool_call>', "hermes",
+        Said("", [Call("f", {"x": '<tool_call>{"name"} and </think>'})]),
+    ),
+    "end of a thought that nothing opened": (
+        'So.</think>\n{"name": "f", "arguments": {}}', "hermes",
+        Said('So.</think>\n{"name": "f", "arguments": {}}', []),
+    ),
+    "llama end of a thought in the second call": (
+        '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {"x": "</think>"}}', "llama",
+        Said("", [Call("f", {"x": 1}), Call("g", {"x": "</think>"})]),
     ),
     "thought as an argument": (
         '<tool_call>{"name": "f", "arguments": {"x": "<think>y</think>"}}</tool_call>', "hermes",
@@ -362,11 +357,67 @@ def test_forms_of_calls(case: str) -> None:
     assert read_calls(text, form) == expected
 
 
+OPENED: dict[str, tuple[str, Any, Said]] = {  # where the prompt ends in <think>
+    "text": (
+        'So <tool_call>{"name": "f"}</tool_call></think> 5', "hermes",
+        Said('So <tool_call>{"name": "f"}</tool_call></think> 5', []),
+    ),
+    "call after a thought": (
+        'So <tool_call>{"name": "f"}</tool_call>\n</think>Yes.\n<tool_call>{"name": "g"}</tool_call>', "hermes",
+        Said('So <tool_call>{"name": "f"}</tool_call>\n</think>Yes.', [Call("g", {})]),
+    ),
+    "mark in it": (
+        "I need <tool_call>, or not.</think>5", "hermes", Said("I need <tool_call>, or not.</think>5", []),
+    ),
+    "bare call after a thought": (
+        'So.</think>\n{"name": "f", "arguments": {}}', "hermes", Said("So.</think>", [Call("f", {})]),
+    ),
+    "llama call in it": (
+        '{"name": "f"} or </think>{"name": "g"}', "llama", Said('{"name": "f"} or </think>', [Call("g", {})]),
+    ),
+    "mistral call in it": (
+        "So [TOOL_CALLS] []</think>no", "mistral", Said("So [TOOL_CALLS] []</think>no", []),
+    ),
+    "open": ('<tool_call>{"name": "f"}</tool_call>', "hermes", Said('<tool_call>{"name": "f"}</tool_call>', [])),
+    "its end as an argument": (
+        '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call> <tool_call>{"name": "g"}</tool_call>'
+        '</think><tool_call>{"name": "h"}</tool_call>', "hermes",
+        Said('<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call> <tool_call>{"name": "g"}</tool_call>'
+             "</think>", [Call("h", {})]),
+    ),
+    "its end in arguments that are not JSON": (
+        'So <tool_call>{"name": "</think>",}</tool_call><tool_call>{"name": "f"}</tool_call>', "hermes",
+        Said('So <tool_call>{"name": "</think>",}</tool_call>', [Call("f", {})]),
+    ),
+    "llama end of it in the second call": (
+        '{"name": "f"}; {"name": "g", "parameters": {"x": "</think>"}}</think>{"name": "h"}', "llama",
+        Said('{"name": "f"}; {"name": "g", "parameters": {"x": "</think>"}}</think>', [Call("h", {})]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPENED)
+def test_no_call_in_a_thought_that_the_prompt_opened(case: str) -> None:
+    text, form, expected = OPENED[case]
+    assert read_calls(text, form, thought_open=True) == expected
+
+
+def test_the_template_says_whether_the_prompt_opens_a_thought() -> None:
+    own = TEMPLATE_PATH.read_text(encoding="utf-8")
+    opening = own.replace("message['role'] + '\\n' -}}", "message['role'] + '\\n' -}}\n        @", 1)
+    opening = opening.replace("@", "{{- '<think>\\n' if message['role'] == 'assistant' -}}")
+    opening = opening.replace("assistant\\n' -}}", "assistant\\n<think>\\n' -}}")
+    text = 'So <tool_call>{"name": "f"}</tool_call></think>No.'
+    assert Chat.load(with_template(opening), None).read_calls(text) == Said(text, [])
+    assert chat_of("chatml").read_calls(text) == Said("So", [Call("f", {})])
+
+
 @pytest.mark.parametrize(
     ("text", "form"),
     [
         ('<tool_call>{"name": "f", "arguments": {}}', "hermes"),
         ("<tool_call>{'name': 'f'}</tool_call>", "hermes"),
+        ('<tool_call>\n{"name": "f", "arguments": {"x": "</think>",}}\n</tool_call>', "hermes"),
         ("<tool_call>[1]</tool_call>", "hermes"),
         ('<tool_call>{"name": "f"} and more</tool_call>', "hermes"),
         ('<tool_call>{"name": 5}</tool_call>', "hermes"),
@@ -404,8 +455,7 @@ ADDED = Call("add", {"a": 2, "b": 3})
         ("{[add(a=2, b=3), add(a=2, b=3)]}", Said("", [ADDED] * 2)),
         ("It is 5.", Said("It is 5.", [])),
         ("<think>{[add(a=2)]}</think>no", Said("<think>{[add(a=2)]}</think>no", [])),
-        ("So {[add(a=2)]}</think>no", Said("So {[add(a=2)]}</think>no", [])),
-        ("So {[add(a=2)]}</think>Yes. {[add(a=2, b=3)]}", Said("So {[add(a=2)]}</think>Yes.", [ADDED])),
+        ("So </think> is text. {[add(a=2, b=3)]}", Said("So </think> is text.", [ADDED])),
         ("{[add(a='</think>')]}", Said("", [Call("add", {"a": "</think>"})])),
         ("{[add(a=2", "not closed by }"),
         ("{[add(a=2, b=3)]", "not closed by }"),
@@ -428,11 +478,22 @@ def test_calls_that_the_tokenizer_reads_itself(listing: Chat, text: str, said: S
         assert marked(said) in found.error and not found.name and read.content == text.partition("{")[0].rstrip()
 
 
+def test_no_listed_call_in_a_thought_that_the_prompt_opened(listing: Chat) -> None:
+    call, thought = "<|tool_call_start|>[add(a=2, b=3)]<|tool_call_end|>", "So <|tool_call_start|>[add(a=2)]</think>"
+    assert read_listed(listing, f"{thought}no") == Said(f"{thought}no", [])
+    assert read_listed(listing, f"{thought}Yes. {call}") == Said(f"{thought}Yes.", [ADDED])
+    assert read_listed(listing, call) == Said(call, [])
+
+
+def read_listed(listing: Chat, text: str) -> Said:
+    return read_calls(text, "response", listing.tokenizer, listing._call_marks, thought_open=True)
+
+
 def test_no_text_raises() -> None:
     rng = random.Random(0)
     pieces = [*TEXTS, "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {', "}", "</think>", "<|python_tag|>"]
     for _ in range(3000):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 8)))
         for form in ("hermes", "llama", "mistral"):
-            said = read_calls(text, form)
+            said = read_calls(text, form, thought_open=rng.random() < 0.5)
             assert said.calls or said.content == text
