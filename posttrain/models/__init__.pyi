@@ -71,5 +71,6 @@ from .tools import (
     parsed_json as parsed_json,
     plain_calls as plain_calls,
     texts_in as texts_in,
+    thought_end as thought_end,
     tools_key as tools_key,
 )

@@ -223,10 +223,10 @@ class Chat(Literals):
         """Return the calls of tools in the text of a sampled turn."""
         form = self.call_form
         marks = self._call_marks if form == "response" else ("", "")
-        return read_calls(text, form, self.tokenizer, marks, thought_open=self._opens_thoughts)
+        return read_calls(text, form, self.tokenizer, marks, thought_open=self.opens_thoughts)
 
     @cached_property
-    def _opens_thoughts(self) -> bool:
+    def opens_thoughts(self) -> bool:
         """Whether the template writes <think> where it opens a turn in a dialogue with tools."""
         return self._literal_texts(("user",), True, PROBE)[-1].rstrip().endswith(THINK)
 

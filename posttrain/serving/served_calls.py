@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from posttrain.models import Said, openai_calls
+from posttrain.models import Said, openai_calls, thought_end
 from posttrain.serving.served_answers import Cutter
 
 if TYPE_CHECKING:
@@ -50,10 +50,13 @@ class CallReader:
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Return events with the text that does not belong to a call; in other forms only the whole text shows that."""
         self.text += text
-        if self._before is None or self._before.stopped or self.text.lstrip()[:1] in ("{", ""):
-            return []  # it may be a call as a whole
-        piece = self._before.take(self.text[len(self.fed) :])
-        self.fed = self.text
+        if self._before is None or self._before.stopped:
+            return []
+        thought = thought_end(self.text, self.chat.opens_thoughts)
+        held = self.text[thought:].lstrip()[:1] in ("{", "")  # it may be a call as a whole
+        known = self.text[:thought] if held else self.text
+        piece = self._before.take(known[len(self.fed) :])
+        self.fed = known
         self.sent += piece
         return [_content(piece)] if piece else []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from envs.tools import Tool
 from posttrain.models.chat import Chat
 from posttrain.serving import serve
+from posttrain.serving.served_calls import CallReader
 
 
 def add(a: int, b: int) -> int:
@@ -29,6 +31,7 @@ def add(a: int, b: int) -> int:
 
 TOOLS: Any = [Tool(add, "add").schema]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+BARE = '{"name": "add", "arguments": {"a": 2, "b": 3}}'
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
@@ -76,10 +79,16 @@ def streamed(pieces: Any) -> tuple[str, list[tuple[str, str]], str | None]:
         (CALL, "", 1),
         (f"I add.\n{CALL}\n{CALL}", "I add.", 2),
         ("It is 5.", "It is 5.", 0),
-        (' {"name": "add", "arguments": {"a": 2, "b": 3}}', "", 1),
+        (f" {BARE}", "", 1),
         ('{"sum": 5}', '{"sum": 5}', 0),
         ("Well <tool_call>{", "Well <tool_call>{", 0),
         ("", "", 0),
+        (f"<think>I add.</think>\n{BARE}", "<think>I add.</think>", 1),
+        (f"<think>I add.</think>{BARE}", "<think>I add.</think>", 1),
+        (f"<think>{BARE}</think> It is 5.", f"<think>{BARE}</think> It is 5.", 0),
+        ('<think>A sum.</think>\n{"sum": 5}', '<think>A sum.</think>\n{"sum": 5}', 0),
+        (f"<think>Is it {CALL}?</think>\n{BARE}", f"<think>Is it {CALL}?</think>", 1),
+        (f"<think>{BARE}", f"<think>{BARE}", 0),
     ],
 )
 def test_calls_arrive_whole_and_streamed(scripted: Any, tiny_chat: Chat, says: str, content: str, calls: int) -> None:
@@ -92,6 +101,21 @@ def test_calls_arrive_whole_and_streamed(scripted: Any, tiny_chat: Chat, says: s
     text, parts, reason = streamed(scripted.ask(says, stream=True))
     assert text.rstrip("\n") == content and reason == choice.finish_reason
     assert parts == [(each.function.name, each.function.arguments) for each in made]
+
+
+@pytest.mark.parametrize("behind", [BARE, f"\n{BARE}", f"\n{CALL}", " It is 5."])
+def test_a_thought_that_the_prompt_opened_is_streamed_as_it_comes(tiny_chat: Chat, behind: str) -> None:
+    chat = copy.copy(tiny_chat)
+    chat.opens_thoughts = True
+    thought = f"{BARE} or not?</think>"
+    reader, sent = CallReader(chat), [""]
+    for letter in thought + behind:
+        sent.append(sent[-1] + "".join(each["text"] for each in reader.feed(letter)))
+    assert sent[len(thought)] == thought
+    _, events = reader.finalize()
+    calls = [each for each in events if each["type"] == "region_close"]
+    rest = "".join(each["text"] for each in events if each["type"] == "region_chunk")
+    assert len(calls) == behind.count("{") // 2 and (sent[-1] + rest).rstrip() == thought + behind * (not calls)
 
 
 def test_a_client_answers_calls_and_chooses(scripted: Any, tiny_chat: Chat) -> None:
