@@ -144,7 +144,7 @@ def own_reward_of(environment: Any) -> Reward:
         def of(each: Any) -> Any:
             try:
                 return each.get_reward()
-            except Exception as error:  # of one instance, which costs its own answer alone
+            except (Exception, SystemExit) as error:  # of one instance, which costs its own answer alone
                 return error
 
         return [of(each) for each in environments]

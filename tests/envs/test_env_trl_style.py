@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ class Fragile(Counter):
 class FragileJudge(Fragile):
     async def get_reward(self) -> float:
         return super().get_reward()
+
+
+class Leaving(Counter):
+    def get_reward(self) -> float:
+        if not self.value:
+            raise SystemExit("nothing was counted")
+        return 1.0
 
 
 class Waiting(Counter):
@@ -146,7 +154,7 @@ def test_reward_functions_are_given_environments(tmp_path: Path) -> None:
     assert answered.answered.completion[0]["tool_calls"][0]["function"] == {"name": "count", "arguments": {"by": 2}}
 
 
-@pytest.mark.parametrize("kind", ["Fragile", "FragileJudge"])
+@pytest.mark.parametrize("kind", ["Fragile", "FragileJudge", "Leaving"])
 def test_an_environment_that_raises_costs_its_own_answer_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
@@ -157,7 +165,7 @@ def test_an_environment_that_raises_costs_its_own_answer_alone(
         episode.step("Done.")
     first, second, third = type(episodes[0].env).score([episode.env for episode in episodes])
     assert isinstance(first, ValueError) and isinstance(third, ValueError) and isinstance(second, LateReward)
-    assert second.parts == {kind: 1.0} and "RuntimeError: nothing was counted" in str(first)
+    assert second.parts == {kind: 1.0} and re.search("(RuntimeError|SystemExit): nothing was counted", str(first))
     assert f"row {episodes[0].env.level.number + 1} and 1 more" in capsys.readouterr().err
 
 
