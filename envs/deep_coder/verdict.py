@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.deep_coder.sandbox import Limits, TestOutcome, run_in_sandbox
+from envs.sentences import printable
 
 TOLERANCE = 1e-6
 SHOWN = 300  # characters of an input or output in the feedback
@@ -234,5 +235,4 @@ def short(text: str) -> str:
     text = text.strip()
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
-    clean = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-    return clean or "nothing"
+    return printable(text) or "nothing"

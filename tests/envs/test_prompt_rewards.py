@@ -14,6 +14,7 @@ from envs import make
 from envs.base import LateReward
 from envs.episode import Episode
 from envs.protocol import Protocol
+from envs.web import NoAnswer
 
 
 @pytest.fixture
@@ -207,6 +208,19 @@ def test_an_answer_that_the_first_function_does_not_judge_is_not_called_wrong(
     assert episode.failure == "not judged"
     scores(["x"], rewards=[f"{name}:first"])
     assert "left out of training; an evaluation counts them as not solved" in capsys.readouterr().err
+
+
+def test_nothing_of_rows_answers_and_exceptions_controls_the_terminal(
+    tmp_path: Path, module: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = module("def f(prompts, completions, **columns): raise ValueError('\\x1b[2J \\u202e' + completions[0])\n")
+    path = rows_at(tmp_path, {"prompt": "\x1b]0;p\x07"})
+    (told,) = rewards_of(["\x9b31m\x1b"], path=path, rewards=[f"{name}:f"])
+    with pytest.raises(NoAnswer) as stopped:
+        scores(["\x9b31m\x1b"], path=path, rewards=[f"{name}:f"], on_error="stop")
+    for text in (str(told), str(stopped.value), capsys.readouterr().err):
+        assert text.replace("\n", "").isprintable() and r"ValueError: \x1b[2J \u202e\x9b31m\x1b" in text
+    assert r'prompt "\x1b]0;p\x07", answer "\x9b31m\x1b"' in str(stopped.value)
 
 
 @pytest.mark.parametrize(("value", "weight"), [("1e200", 1), ("1e90", 1e20), ("1e99", -10), ("1e200", 0)])
