@@ -19,10 +19,10 @@ def listed(names: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def printable(text: str) -> str:
+def escaped(text: str) -> str:
     r"""Return a text that a terminal shows and does not obey: all but line feeds that cannot be printed is escaped.
 
-    >>> printable("\x1b[2Jno")
+    >>> escaped("\x1b[2Jno")
     '\\x1b[2Jno'
     """
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.deep_coder.sandbox import Limits, TestOutcome, run_in_sandbox
-from envs.sentences import printable
+from envs.sentences import escaped
 
 TOLERANCE = 1e-6
 SHOWN = 300  # characters of an input or output in the feedback
@@ -235,4 +235,4 @@ def short(text: str) -> str:
     text = text.strip()
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
-    return printable(text) or "nothing"
+    return escaped(text) or "nothing"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from envs.in_time import TooLate, awaited_in_time, error_text, in_time
 from envs.prompts.rewards import Reward
 from envs.protocol import Message
-from envs.sentences import printable
+from envs.sentences import escaped
 from envs.web import NoAnswer
 
 LARGEST = 1e100  # of a reward with its weight; squares of larger ones overflow
@@ -79,7 +79,7 @@ def call_rewards(
     def leave_out(places: Sequence[int], reason: str) -> None:
         shown = answered[places[0]]
         more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        reason = printable(reason)
+        reason = escaped(reason)
         text = (
             f"{reason[0].upper()}{reason[1:]}: row {shown.number + 1}{more},"
             f" prompt {_short(shown.prompt)}, answer {_short(shown.completion)}"
@@ -203,4 +203,4 @@ def _not_logged(*_: Any, **__: Any) -> None:
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else value[-1]["content"] if value else ""
     text = " ".join(text.split())
-    return f'"{printable(text[:60])}{"..." if len(text) > 60 else ""}"'
+    return f'"{escaped(text[:60])}{"..." if len(text) > 60 else ""}"'

@@ -19,19 +19,12 @@ from .convgpt import (
 )
 from .forward import (
     UNFIT as UNFIT,
-    VOCABULARY_CHUNK as VOCABULARY_CHUNK,
     Prefixes as Prefixes,
     attends_to_all as attends_to_all,
     attention_mask as attention_mask,
     backbone_states as backbone_states,
-    head_logprobs as head_logprobs,
-    kl_backward as kl_backward,
-    kl_tokens as kl_tokens,
-    logit_scale as logit_scale,
     microbatches as microbatches,
     prefix_of as prefix_of,
-    reverse_kl as reverse_kl,
-    soft_cap as soft_cap,
     text_config as text_config,
     token_logprobs as token_logprobs,
     trained_states as trained_states,
@@ -54,6 +47,15 @@ from .loading import (
 )
 from .model_card import commit as commit
 from .model_files import errors_in_words as errors_in_words, named_by as named_by, no_bars as no_bars
+from .output_layer import (
+    VOCABULARY_CHUNK as VOCABULARY_CHUNK,
+    head_logprobs as head_logprobs,
+    kl_backward as kl_backward,
+    kl_tokens as kl_tokens,
+    logit_scale as logit_scale,
+    reverse_kl as reverse_kl,
+    soft_cap as soft_cap,
+)
 from .requests import (
     check_size as check_size,
     fit_context as fit_context,

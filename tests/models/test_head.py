@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from posttrain.models import forward
+from posttrain.models import output_layer
 
 SIZES = {"states": 5, "vocabulary": 23}
 
@@ -66,13 +66,13 @@ def test_equals_the_whole_softmax(
     pull = torch.linspace(-1, 2, len(tokens), dtype=dtype)
     found, tolerance = [], 1e-4 if dtype == torch.float32 else 1e-10
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "VOCABULARY_CHUNK", {"cpu": columns, "cuda": columns})
+        patch.setattr(output_layer, "VOCABULARY_CHUNK", {"cpu": columns, "cuda": columns})
         for own in (True, False):
             hidden = torch.randn(len(tokens), SIZES["states"], dtype=dtype, generator=torch.Generator())
             hidden.requires_grad_()
             output.zero_grad()
             if own:
-                values = forward.head_logprobs(model(output, cap, scale), hidden, index, heat)
+                values = output_layer.head_logprobs(model(output, cap, scale), hidden, index, heat)
             else:
                 values = plain(output, cap, scale, hidden, index, heat)
             loss: Any = sum(w * (value * pull).sum() for w, value in zip(wanted, values, strict=True) if w)
@@ -85,6 +85,6 @@ def test_equals_the_whole_softmax(
 def test_large_logits_cost_the_entropy_no_precision() -> None:
     output = layer(False, torch.float32, states=64, vocabulary=5000)
     hidden, tokens = 40 * torch.randn(200, 64, generator=torch.Generator().manual_seed(1)), torch.arange(200)
-    _, entropy = forward.head_logprobs(model(output, None), hidden, tokens)
+    _, entropy = output_layer.head_logprobs(model(output, None), hidden, tokens)
     expected = plain(output.double(), None, 1.0, hidden.double(), tokens, 1.0)[1]
     assert (entropy - expected).abs().max() < 1e-4 < expected.max()

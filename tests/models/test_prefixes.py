@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.models.forward import Prefixes, head_logprobs, prefix_of, token_logprobs, trained_states, worth_sharing
+from posttrain.models.forward import Prefixes, prefix_of, token_logprobs, trained_states, worth_sharing
+from posttrain.models.output_layer import head_logprobs
 from posttrain.plan.selftest import can_share_prefixes
 
 SIZES: dict[str, Any] = {

@@ -32,7 +32,8 @@ from posttrain.config.shared import ModelSection
 from posttrain.config.starpo import StarPORun
 from posttrain.models import loading as models
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.models.forward import VOCABULARY_CHUNK, Prefixes, head_logprobs, trained_states
+from posttrain.models.forward import Prefixes, trained_states
+from posttrain.models.output_layer import VOCABULARY_CHUNK, head_logprobs
 from posttrain.plan.episodes import Place, always, learning, playing
 from posttrain.plan.parts import Numbers, output_tile
 from posttrain.plan.shape import Shape

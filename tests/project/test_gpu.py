@@ -28,7 +28,8 @@ from tiny_runs import rows_of, settings, tiny_base
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.models import row_attention
-from posttrain.models.forward import head_logprobs, trained_states
+from posttrain.models.forward import trained_states
+from posttrain.models.output_layer import head_logprobs
 from posttrain.plan.episodes import learning
 from posttrain.plan.selftest import can_be_deterministic
 from posttrain.rollout.engine import open_engine

@@ -27,7 +27,7 @@ from posttrain.evaluation.figures import summarise
 from posttrain.evaluation.forgetting import FormerTasks, as_evaluation
 from posttrain.evaluation.scoring import Loaded, ScoresNotFinite, run_task
 from posttrain.evaluation.tasks import build_tasks
-from posttrain.models import forward
+from posttrain.models import output_layer
 from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.plan.episodes import always, learning
@@ -93,7 +93,7 @@ def reference(learner: Learner, batch: list[Answered]) -> tuple[float, list[torc
 def test_the_gradient_is_that_of_the_whole_kl(
     tuning: str, checkpointing: bool, tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "kl_tokens", lambda *_: 3)
+    monkeypatch.setattr(output_layer, "kl_tokens", lambda *_: 3)
     learner = moved_away(distilling(tuning, checkpointing, tokens, coef=0.7))
     learner.model.train()
     distillation = Distillation(learner, answers())
@@ -136,7 +136,7 @@ def with_trained_rows(kind: str) -> Learner:
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "convgpt", "convgpt-tied"])
 def test_the_teacher_of_an_adapter_has_none_of_its_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the model under the adapter, whole logits at once: the KL, what is measured, and every gradient."""
-    monkeypatch.setattr(forward, "kl_tokens", lambda *_: 3)
+    monkeypatch.setattr(output_layer, "kl_tokens", lambda *_: 3)
     learner = with_trained_rows(kind)
     distillation = Distillation(learner, answers())
     batch = distillation.chosen(step=2, number=1)
@@ -185,7 +185,9 @@ def test_the_kl_is_of_what_the_model_says_behind_scale_cap_and_bias(changes: dic
     log_q, log_p = said(models[1], states[1]), said(models[0], states[0])
     value = (log_q.exp() * (log_q - log_p)).sum()
     (wanted,) = torch.autograd.grad(value, states[0])
-    assert forward.kl_backward(models[0], states[0], models[1], states[1], 1.0) == pytest.approx(value.item(), rel=1e-5)
+    assert output_layer.kl_backward(models[0], states[0], models[1], states[1], 1.0) == pytest.approx(
+        value.item(), rel=1e-5
+    )
     assert states[0].grad is not None and torch.allclose(states[0].grad, wanted, atol=1e-6)
 
 
@@ -435,8 +437,8 @@ def test_prompts_alone_are_text_or_messages_that_end_with_the_user(tmp_path: Pat
 
 
 def test_a_large_vocabulary_is_read_once_for_many_tokens() -> None:
-    assert forward.kl_tokens("cpu", 150_000) == forward.KL_TOKENS == 32
-    assert forward.kl_tokens("cpu", 1_000) == 1048 and forward.kl_tokens("cuda", 150_000) == 223
+    assert output_layer.kl_tokens("cpu", 150_000) == output_layer.KL_TOKENS == 32
+    assert output_layer.kl_tokens("cpu", 1_000) == 1048 and output_layer.kl_tokens("cuda", 150_000) == 223
 
 
 def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
@@ -450,7 +452,7 @@ def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
     assert always(shape, lora)["reference model"] == 0, "the adapter is switched off instead"
     layers = [learning(shape, cfg, 512, cuda=False)["the layer at work"] for cfg in (without, full)]
     in_flight = 2 * 4 * 10**5 * 8
-    assert layers[1] == max(layers[0], 6 * 4 * 10**5 * forward.kl_tokens("cpu", 10**5) + in_flight)
+    assert layers[1] == max(layers[0], 6 * 4 * 10**5 * output_layer.kl_tokens("cpu", 10**5) + in_flight)
 
 
 def test_only_log_probs_that_are_not_finite_leave_a_suite_out(monkeypatch: pytest.MonkeyPatch) -> None:

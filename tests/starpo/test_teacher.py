@@ -21,7 +21,7 @@ from envs.players import demonstrate
 from envs.protocol import Protocol
 from posttrain import plan
 from posttrain.config.starpo import StarPORun
-from posttrain.models import forward
+from posttrain.models import output_layer
 from posttrain.models.chat import Chat
 from posttrain.plan.devices import fleets
 from posttrain.plan.episodes import always, learning
@@ -123,7 +123,7 @@ def equal(found: list[torch.Tensor], wanted: list[torch.Tensor], most: float = 1
 def test_the_gradient_is_that_of_the_whole_reverse_kl(
     tokens: int | None, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "kl_tokens", lambda *_: 3)
+    monkeypatch.setattr(output_layer, "kl_tokens", lambda *_: 3)
     case = dict(case)
     teaches = teacher(case.pop("vocabulary", 71))  # rows of a layer that stand for no token are not compared
     learner = learner_of(taught_by(tokens=tokens, teacher_coef=0.7, reward=False, **case), monkeypatch, teaches)
@@ -160,10 +160,10 @@ def test_an_output_layer_is_converted_once_and_not_for_each_tile(
     states_SD, weights_S = torch.randn(30, 48, generator=torch.Generator().manual_seed(0)), torch.rand(30)
     found: list[Any] = []
     for tokens in (4, 30):
-        monkeypatch.setattr(forward, "kl_tokens", lambda *_, tokens=tokens: tokens)
+        monkeypatch.setattr(output_layer, "kl_tokens", lambda *_, tokens=tokens: tokens)
         hidden_SD = states_SD.bfloat16().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16), Conversions((71, 48)) as conversions:
-            kl_S, loss = forward.reverse_kl(net, hidden_SD, teaches, states_SD, weights_S)
+            kl_S, loss = output_layer.reverse_kl(net, hidden_SD, teaches, states_SD, weights_S)
         loss.backward()
         assert 0 < conversions.count <= 2
         found.append((kl_S, hidden_SD.grad))
