@@ -23,6 +23,17 @@ LONGEST_LINE = 2**28  # bytes: a packed file may unfold to any length
 LONGEST_ARRAY = 2**31
 TEXTS_TOO = ("prompt", "completion", "chosen", "rejected")  # columns of texts or messages
 MESSAGES = ("messages", "conversations", "conversation", *TEXTS_TOO)
+ROLE_NAMES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "developer": "system",  # OpenAI's present name
+}
+CALLERS = ("function_call", "tool_call")  # roles of ShareGPT's messages
+RESULTS = ("function", "observation", "tool_response")  # roles that are called tool here
+ROLES = ("system", "user", "assistant", "tool", *ROLE_NAMES, *CALLERS, *RESULTS)
 
 
 class BrokenRows(ValueError):
@@ -143,17 +154,23 @@ def _csv(file: Content) -> Iterator[Placed]:
 
 
 def _cell(name: str, text: str) -> Any:
-    """Return a cell as messages where the column has them: a prompt or an answer may be a text that is JSON."""
+    """Return a cell as messages where the column has them: a prompt or an answer may be a text that is JSON.
+
+    A message alone, not in a list, may be `chosen` or `rejected`, as LLaMA-Factory writes them.
+    """
     if name in MESSAGES and text.startswith(("[{", '{"')):
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return text
-        if name not in TEXTS_TOO or any(map(_is_message, value if isinstance(value, list) else [value])):
+        several = value if isinstance(value, list) else [value] if name in ("chosen", "rejected") else []
+        if name not in TEXTS_TOO or any(map(_is_message, several)):
             return value
     return text
 
 
 def _is_message(value: Any) -> bool:
+    """Return whether this has the keys of a message and a known role; further keys are named by whoever reads it."""
     keys: set[str] = set(value) if isinstance(value, dict) else set()
-    return bool(keys & {"role", "from"} and keys & {"content", "value", "tool_calls", "function_call"})
+    roles = [value[key] for key in ("role", "from") if key in keys]
+    return any(role in ROLES for role in roles) and bool(keys & {"content", "value", "tool_calls", "function_call"})

@@ -12,12 +12,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from envs.local_rows import CALLERS, RESULTS
 from envs.tools import without_nothing
 from posttrain.models import Message, parsed_json, plain_calls, tools_key
 from posttrain.types import UserError
 
-CALLERS = ("function_call", "tool_call")  # roles of ShareGPT's messages
-RESULTS = ("function", "observation", "tool_response")  # roles that are called tool here
 BAD_TOOLS = "tools that are not schemas of functions"
 BAD_CALLS = "calls of tools that cannot be read"
 

@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from envs.local_rows import CALLERS, RESULTS
 from envs.math_judge import MathJudge, last_boxed
 from posttrain.config import Source
 from posttrain.data import gsm8k as gsm8k_rows
-from posttrain.data.calls import BAD_CALLS, BAD_TOOLS, CALLERS, RESULTS, schemas_of, with_calls
+from posttrain.data.calls import BAD_CALLS, BAD_TOOLS, schemas_of, with_calls
 from posttrain.data.formats import TEXT, has_value
 from posttrain.data.local import printable
 from posttrain.models import Message

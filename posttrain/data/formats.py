@@ -13,18 +13,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from envs.local_rows import ROLE_NAMES
 from posttrain.data.local import brief
 from posttrain.models import Message
 
 TEXT = "plain text"  # role of the one message of a row that is not a dialogue
-ROLE_NAMES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "developer": "system",  # OpenAI's present name
-}
 CALLS = ("tool_calls", "function_call")  # a message that has one may lack a content
 DIALOGUES = ("messages", "conversations", "conversation")
 SYSTEM = ("system", "system_prompt")

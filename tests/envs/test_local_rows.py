@@ -107,11 +107,34 @@ def test_messages_in_a_cell_are_json(tmp_path: Path) -> None:
     assert env.table.keys == ["z"] and env.table.rows[0]["answer"] == "[{1}]"
 
 
-@pytest.mark.parametrize("text", ['{"city": "Oslo"}', '[{"city": "Oslo"}, {"from": "Oslo", "to": "Rome"}]', '{"a": '])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"city": "Oslo"}',
+        '[{"city": "Oslo"}, {"from": "Oslo", "to": "Rome"}]',
+        '{"a": ',
+        '[{"from": "USD", "to": "EUR", "value": 3}]',
+        '{"role": "admin", "content": "hello"}',
+        '[{"role": ["user"], "content": "hello"}]',
+    ],
+)
 @pytest.mark.parametrize("column", ["prompt", "completion", "chosen", "rejected"])
 def test_a_text_that_is_json_stays_a_text(tmp_path: Path, column: str, text: str) -> None:
     path = written(tmp_path / "rows.csv", [{column: text}])
     assert all_rows("prompts", str(path), None, None, "train") == [{column: text}]
-    for messages in ([{"role": "user", "content": text}], [{"from": "human", "value": text}]):
+    for messages in (
+        [{"role": "user", "content": text}],
+        [{"from": "human", "value": text}],
+        [{"role": "system", "content": text, "mood": "good"}, {"role": "narrator", "content": ""}],
+    ):
         path = written(tmp_path / "messages.csv", [{column: json.dumps(messages)}])
         assert all_rows("prompts", str(path), None, None, "train") == [{column: messages}]
+
+
+def test_one_message_alone_is_an_answer_of_a_pair(tmp_path: Path) -> None:
+    """As LLaMA-Factory writes chosen and rejected; elsewhere messages are a list, and this is an answer in JSON."""
+    message = {"role": "user", "content": "hello"}
+    for column in ("prompt", "completion", "chosen", "rejected"):
+        path = written(tmp_path / "rows.csv", [{column: json.dumps(message)}])
+        expected = message if column in ("chosen", "rejected") else json.dumps(message)
+        assert all_rows("prompts", str(path), None, None, "train") == [{column: expected}]
