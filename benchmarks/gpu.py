@@ -315,10 +315,9 @@ def needs(python: str, packages: dict[str, str]) -> list[str]:
     return sorted(f"{name}{locked[name]}" for name in asked if name not in fits)
 
 
-def print_needs(file: str) -> None:
-    """Say how the packages are brought, and which weights and data. file: with what `pip list` prints there, or ""."""
-    listed = Path(file).read_text(encoding="utf-8").splitlines() if file else []
-    pairs = [line.split("==") for line in listed if "==" in line]
+def print_needs(listed: str) -> None:
+    """Say how the packages are brought, and which weights and data. listed: what `pip list` prints there, or ""."""
+    pairs = [line.split("==") for line in listed.splitlines() if "==" in line]
     wheels = needs("3.12", {canonicalize_name(name): version.strip() for name, version in pairs})
     platforms = " ".join(f"--platform {each}_x86_64" for each in PLATFORMS)
     print(
@@ -367,7 +366,11 @@ def main() -> None:
     parser.add_argument("--needs", nargs="?", const="", metavar="FILE", help="list what has to be brought, and end")
     given = parser.parse_args()
     if given.needs is not None:
-        print_needs(given.needs)
+        try:
+            listed = Path(given.needs).read_text(encoding="utf-8") if given.needs else ""
+        except (OSError, UnicodeError) as error:
+            parser.error(f"--needs: {given.needs} cannot be read ({one_line(error)})")
+        print_needs(listed)
         return
     given.out.mkdir(parents=True, exist_ok=True)
     if given.block == "A":

