@@ -372,6 +372,8 @@ def main() -> None:
             parser.error(f"--needs: {given.needs} cannot be read ({one_line(error)})")
         print_needs(listed)
         return
+    if not given.seconds > 0:
+        parser.error(f"--seconds: {given.seconds:g} is not above 0")
     given.out.mkdir(parents=True, exist_ok=True)
     if given.block == "A":
         results = block_a(given)
@@ -381,6 +383,14 @@ def main() -> None:
         except _gpu_blocks.Refused as refused:
             parser.error(str(refused))
     print(markdown(results))
+    if not any(_measured(row) for row in results["rows" if given.block == "A" else "steps"]):
+        parser.exit(1, f"{parser.prog}: block {given.block} measured nothing in its {given.seconds:g} seconds\n")
+
+
+def _measured(row: dict[str, Any]) -> bool:
+    """Whether a row of A has figures; whether a step of another block ended well, or left some all the same."""
+    failed = row.keys() & {"error", "skipped", "tail"}
+    return not failed or any(row.get("figures", {}).values())
 
 
 if __name__ == "__main__":

@@ -89,6 +89,46 @@ def test_a_step_ends_at_its_limit_and_the_block_at_its_own(blocks, tmp_path, mon
         blocks.run(given(tmp_path, "B", steps=["other"]), "cpu")
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_a_block_without_time_is_refused(gpu, tmp_path, monkeypatch, capsys, seconds):
+    for block in "AB":
+        monkeypatch.setattr(sys, "argv", ["gpu.py", block, "--out", str(tmp_path / "out"), f"--seconds={seconds}"])
+        with pytest.raises(SystemExit, match="2"):
+            gpu.main()
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.endswith(f"error: --seconds: {seconds} is not above 0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_block_that_measured_nothing_fails(gpu, blocks, tmp_path, monkeypatch, capsys):
+    """Where no time was left for it, and where all of it failed; not where a part was measured."""
+    ran, failed = {"step": "x", "code": 0, "seconds": 1.0, "limit": 9.0}, {"step": "x", "code": 1, "tail": "..."}
+    failed |= {"seconds": 1.0, "limit": 9.0, "command": "python x.py"}
+    late = {"step": "x", "skipped": True}
+    cases = [
+        ("B", [late, late], False),
+        ("B", [failed, late], False),
+        ("C", [failed | {"figures": {"identical": False}}], False),
+        ("D", [failed | {"code": None, "figures": {"saved": True}}], True),  # stopped in time
+        ("B", [late, ran], True),
+        ("A", [], False),
+        ("A", [{"what": "train", "model": "smol", "error": "OutOfMemoryError"}], False),
+        ("A", [{"what": "train", "error": "any"}, {"what": "train", "model": "smol", "ms": 1.0}], True),
+    ]
+    for block, rows, measured in cases:
+        results = HEAD | {"block": block, "steps": rows, "rows": rows, "GB_s": 1.0, "TFLOP_s": 1.0}
+        monkeypatch.setattr(gpu, "block_a", lambda _, results=results: results)
+        monkeypatch.setattr(blocks, "run", lambda *_, results=results: results)
+        monkeypatch.setattr(sys, "argv", ["gpu.py", block, "--out", str(tmp_path)])
+        if measured:
+            gpu.main()
+            continue
+        with pytest.raises(SystemExit, match="1"):
+            gpu.main()
+        said = capsys.readouterr()
+        assert said.err == f"gpu.py: block {block} measured nothing in its 480 seconds\n" and "Commit c" in said.out
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_command_of_the_blocks_is_understood(gpu, blocks, tmp_path, monkeypatch, device):
     monkeypatch.setattr(gpu._measure, "plan_option", lambda _: "H100")
