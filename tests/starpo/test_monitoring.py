@@ -129,6 +129,7 @@ def test_where_success_is_constant_rewards_are_compared(solved: bool, earned: li
     found, figures = Monitor.compare_with_best(prompts_monitor(said), state, 2, won, {"p": earned})
     assert (found, figures["evaluation/over_best"]) == (better, 0.0)
     assert ("mean reward" in said[0]) == any(earned) and ("The new best." in said[0]) == better
+    assert ("without penalties, " in said[0]) == any(earned) and "crashed" not in said[0]
     mixed = {"p": [*won["p"][1:], not solved]}  # success differs between levels: it alone is compared
     assert not Monitor.compare_with_best(prompts_monitor(said), state, 2, mixed, {"p": earned})[0]
     assert "mean reward" not in said[1]
@@ -147,6 +148,15 @@ def test_a_policy_that_crashes_earns_no_more_than_the_worst(before: int, after: 
     better, _ = Monitor.compare_with_best(prompts_monitor(said), state, 2, won, earned(after))
     # of eight levels, seven are better than the worst one where the former policy alone crashed
     assert better == (before > after), said
+
+
+def test_the_mean_reward_says_how_it_is_made() -> None:
+    """It is not the figure evaluation/ENV/reward, which has penalties and leaves crashed episodes out."""
+    said: list[str] = []
+    won = {"p": [False] * 2}
+    state = RunState(best_won=won, best_earned={"p": [0.25, 0.25]})
+    Monitor.compare_with_best(prompts_monitor(said), state, 2, won, {"p": [None, 0.5]})
+    assert "mean reward 0.375 without penalties, with the lowest for crashed episodes, +0.125 against" in said[0]
 
 
 def test_a_crashed_episode_has_no_reward() -> None:

@@ -113,7 +113,8 @@ class Monitor:
                 rewards = _with_crashed(state.best_earned, earned)
                 rise, _ = paired_difference(*rewards)
                 mean = fmean(fmean(levels) for levels in rewards[1].values())
-                shown += f"as at step {state.best_step}; mean reward {mean:.3g}, "
+                filled = " with the lowest for crashed episodes," if rewards != [state.best_earned, earned] else ""
+                shown += f"as at step {state.best_step}; mean reward {mean:.3g} without penalties,{filled} "
                 points = f"{rise:+.3g}"
                 chance = chance_of_rise(*([one for name in won for one in of[name]] for of in rewards))
             better = chance <= allowed
