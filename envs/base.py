@@ -260,10 +260,11 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     @classmethod
     @abstractmethod
     def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Any]:
-        """Yield candidate levels (hashable, never changed), at least `DRAWS` if any exist; None for a try without one.
+        """Yield candidate levels (hashable, never changed); None for a try without one.
 
-        A split takes the first that is its own. So that no split has harder levels than another, candidates must not
-        come in clusters (all starts of one room, say): the smallest split would choose among them, the largest not.
+        A split takes the first that is its own, of `DRAWS` at most: yield so many, or fewer with one of each split that
+        has levels. So that no split has harder levels than another, candidates must not come in clusters (all starts of
+        one room, say): the smallest split would choose among them, the largest not.
         """
 
     @classmethod
