@@ -19,7 +19,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from posttrain.models import forward
+from posttrain.models import output_layer
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.models.forward import attention_mask, backbone_states, microbatches, token_logprobs
 from posttrain.plan.selftest import head_agrees, without_noise
@@ -179,7 +179,7 @@ def test_logits_that_are_more_than_a_product_are_known_or_refused(monkeypatch: p
     gemma = AutoConfig.for_model("recurrent_gemma", lru_width=32, **sizes)
     capped = AutoModelForCausalLM.from_config(gemma).eval()
     assert gemma.logits_soft_cap == 30.0 and head_agrees(capped)
-    monkeypatch.setattr(forward, "soft_cap", lambda config: None)
+    monkeypatch.setattr(output_layer, "soft_cap", lambda config: None)
     assert not head_agrees(capped)
     multiplied = AutoModelForCausalLM.from_config(AutoConfig.for_model("hyperclovax", logits_scaling=4.0, **SMALL))
     assert not head_agrees(multiplied)

@@ -593,7 +593,7 @@ def own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         ),
         (
             ["own_play:raises"], "5",
-            ["no reward: the reward raises raised OSError: no ␛[2J disk", "Not solved (the reward raises raised"],
+            [r"no reward: the reward raises raised OSError: no \x1b[2J disk", "Not solved (the reward raises raised"],
         ),
         (["own_play:nothing"], "5", ["no reward: no reward function applies\n", "Not solved (no reward function"]),
     ],
