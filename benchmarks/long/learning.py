@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, list[str]] = {  # in common: SMALL, and the quickstart's l
 }
 RECIPE = ["algorithm.advantage=grpo", "algorithm.filter={strategy: none, keep_zero: false}", "rollout.refill=12"]
 RECIPE += ["algorithm.aggregation=sequence_mean", "algorithm.num_iterations=1", "algorithm.minibatches=1"]
-CHOICES: dict[str, list[str]] = {  # the recipe of docs/recipes.md, and what each of its choices is worth
+CHOICES: dict[str, list[str]] = {  # a recipe, and what each of its choices is worth
     "recipe": RECIPE,
     "no-refill": [*RECIPE, "rollout.refill=0"],
     "minibatches-2": [*RECIPE, "algorithm.minibatches=2"],
