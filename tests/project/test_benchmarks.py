@@ -666,6 +666,25 @@ def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixt
     assert table[-1] == "| sokoban | ppo | 0.60 [0.30, 0.50], 0.40 [0.30, 0.50] | 0.500 | 2.0 | 15.0 | 0.28 |"
 
 
+def test_both_runs_of_gsm8k_are_one_config_and_stand_side_by_side(tmp_path: Path) -> None:
+    beside = loaded(FILE.parent / "long" / "gsm8k_trl.py")
+    data = tmp_path / "gsm8k.jsonl"
+    data.write_text('{"question": "What is 2 + 3?", "answer": "#### 5"}\n')
+    given = argparse.Namespace(
+        model="folder", data=data, system='Put it into "\\boxed{}".', device="cpu", seed=1, groups=4, num_generations=2,
+        new_tokens=16, steps=6, every=3, questions=8, learning_rate=5e-5,
+    )  # fmt: skip
+    cfg = resolve(StarPORun, beside.CONFIG, beside.changes(given))
+    assert cfg.envs[0].options["system"] == given.system and cfg.envs[0].options["path"] == str(data)
+    assert cfg.model.tuning == "lora" and cfg.learning_rate == 5e-5 and cfg.rollout.refill == 0
+    metrics = {f"evaluation/gsm8k/{name}": value for name, value in (("success", 0.5), ("low", 0.2), ("high", 0.8))}
+    rows = [beside.row_of(given, whose, 3, seconds, metrics) for whose, seconds in (("ours", 60.0), ("trl", 180.0))]
+    later = beside.row_of(given, "ours", 6, 120.0, metrics)
+    first, second = beside.markdown([*rows, later]).splitlines()[2:]
+    assert first.endswith("| 1 | 3 | 50 % [20, 80] | 60 | 50 % [20, 80] | 180 |")
+    assert second.endswith("| 1 | 6 | 50 % [20, 80] | 120 |  |  |")
+
+
 def test_every_method_of_the_forgetting_benchmark_is_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     forgetting = loaded(FILE.parent / "long" / "forgetting.py")
     for arm, changes in forgetting.ARMS.items():
