@@ -89,7 +89,7 @@ def ours(given: argparse.Namespace, out: Path) -> list[Record]:
         raise UserError(f"The run in {out} failed; its words are above.")
     seconds, found = 0.0, list[Record]()
     for metrics in read_rows(out / "metrics.jsonl"):
-        seconds += metrics.get("seconds/rollout", 0.0) + metrics.get("seconds/update", 0.0)
+        seconds += sum(metrics.get(f"seconds/{part}", 0.0) for part in ("rollout", "update", "collapse"))
         if "evaluation/gsm8k/success" in metrics:
             found.append(row_of(given, "ours", metrics["step"], seconds, metrics))
     return found
