@@ -216,7 +216,7 @@ def main() -> None:
         return
     if "curriculum" in args.arms and (hard := [env for env in args.envs if env not in EASY_FIRST]):
         parser.error(f"curriculum has no easy levels of {', '.join(hard)}: leave it out of --arms")
-    arms = list(CHOICES) if args.arms == ["choices"] else args.arms
+    arms = [each for arm in args.arms for each in (CHOICES if arm == "choices" else [arm])]
     args.out.mkdir(parents=True, exist_ok=True)
     player = args.player.resolve()
     with ThreadPoolExecutor(args.jobs) as pool:
