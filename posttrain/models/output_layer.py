@@ -18,9 +18,9 @@ from posttrain.runtime import chunked_logprobs, floats
 
 # columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
 VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
-# numbers in the logits, tokens times vocabulary, that exist of each of two models whose distributions are compared; but
-# at least those of so many tokens, for which the weights of the output layers are read once
-KL_TILE, KL_TOKENS = {"cuda": 2**25, "cpu": 2**20}, 32
+# numbers in the logits, tokens times vocabulary, that exist of each of two models whose distributions are compared
+KL_TILE = {"cuda": 2**25, "cpu": 2**20}
+KL_TOKENS = 32  # at a time, at least: the weights of both output layers are read for each of these groups
 
 
 def head_logprobs(
@@ -161,7 +161,7 @@ def _kl(
                 kl_C = torch.linalg.vecdot(p_CV, slope_CV)
                 slope_CV.sub_(kl_C[:, None]).mul_(p_CV)
             else:
-                gap_CV = log_p_CV.sub(log_q_CV).neg_()  # log q - log p
+                gap_CV = log_q_CV - log_p_CV
                 q_CV, slope_CV = log_q_CV.exp_(), log_p_CV.exp_()
                 kl_C = torch.linalg.vecdot(q_CV, gap_CV)
                 slope_CV.sub_(q_CV)
