@@ -24,7 +24,7 @@ from posttrain.starpo import run, run_state
 from posttrain.starpo.distillation import Answered, Distillation
 from posttrain.starpo.learner import Learner
 
-sys.path.append(str(Path(__file__).parent / "starpo"))
+sys.path.extend(str(Path(__file__).parent / folder) for folder in ("rollout", "starpo"))
 import test_learner
 import test_teacher
 
