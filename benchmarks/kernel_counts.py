@@ -1,14 +1,16 @@
-"""How many kernels does a layer launch in training, and how many bytes do they move?  Counted, not timed.
+"""How many kernels does a layer launch in training, how many bytes do they move, and how exact are they?  Not timed.
 
 Forward and backward pass of a known model under bfloat16 autocast, by torch's dispatcher on the CPU: a model of three
 layers less a model of one, halved. Views are not counted; `rms_norm` is one operation, and its backward pass
 one, as they are on CUDA. A kernel reads its inputs and writes its outputs once. Bytes are counted without the products
-with weights and with them: a product reads its weights once, so that more tokens are fewer bytes for each.
+with weights and with them: a product reads its weights once, so that more tokens are fewer bytes for each. Errors are
+those of autocast beside float32, |x - y| / |y|: of the last states, and of gradients, the median over parameters.
     python benchmarks/kernel_counts.py [--model convgpt|qwen|smol] [--tokens 1024] [--json FILE]
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -114,14 +116,45 @@ def a_layer(tokens: int, name: str = "convgpt") -> dict[str, Any]:
     }
 
 
+def errors(name: str = "convgpt", seeds: int = 5) -> dict[str, float]:
+    """Return the relative errors of states and gradients under autocast, the median over seeds and parameters."""
+    kind, sizes = gpu.MODELS[name]
+    states, gradients = list[float](), list[float]()
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        model = _measure.model_of(kind, sizes | _measure.ENDLESS | dict(vocab_size=VOCABULARY, num_hidden_layers=4))
+        with torch.no_grad():
+            for each in model.parameters():
+                if each.ndim == 1:  # norms, as if they had been trained
+                    each.mul_(1 + 0.3 * torch.randn_like(each))
+        ids = torch.randint(0, VOCABULARY, (2, 256))
+        found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for autocast in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+            if not found:
+                weights = torch.randn_like(last)
+            used = [each for each in model.base_model.parameters() if each.requires_grad]
+            grads = torch.autograd.grad((last * weights).sum(), used, allow_unused=True)
+            found.append((last.detach(), [each for each in grads if each is not None]))
+        (exact, exact_grads), (rounded, rounded_grads) = found
+        states.append(float((rounded - exact).norm() / exact.norm()))
+        pairs = zip(rounded_grads, exact_grads, strict=True)
+        gradients += [float((mine - right).norm() / right.norm()) for mine, right in pairs]
+    return {"error_of_states": statistics.median(states), "error_of_gradients": statistics.median(gradients)}
+
+
 def markdown(results: dict[str, Any]) -> str:
     each = results["each"]
     names = ("_to_copy", "mul", "rms_norm", "rms_norm_backward", "mm")
     header = ["kernels a layer", *names, "others", "KB a token, without products", "with products"]
+    header += ["error of states", "of gradients"]
     others = results["kernels"] - sum(each.get(name, 0) for name in names)
     cells = [results["kernels"], *(each.get(name, 0) for name in names), others]
     cells += [results["KB_a_token_without_products"], results["KB_a_token_with_products"]]
-    return f"{_measure.told(results)}\n\n{_measure.table(header, [[f'{cell:,.0f}' for cell in cells]])}"
+    line = [f"{cell:,.0f}" for cell in cells]
+    line += [f"{100 * results[each]:.2f} %" for each in ("error_of_states", "error_of_gradients")]
+    return f"{_measure.told(results)}\n\n{_measure.table(header, [line])}"
 
 
 def main() -> None:
@@ -130,7 +163,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     given = parser.parse_args()
     _measure.threads()
-    results = _measure.surroundings() | a_layer(given.tokens, given.model)
+    results = _measure.surroundings() | a_layer(given.tokens, given.model) | errors(given.model)
     _measure.publish(results, markdown(results), given.json)
 
 
