@@ -54,14 +54,15 @@ class Counts(NamedTuple):
 # An activation is written once, read by the next operation and by the backward pass, and its gradient is written and
 # read: five passes. A CPU keeps the rest in its caches, and compiled layers do not write it. Launched one by one,
 # operations of a GPU write what they convert, norm and rotate as well: 11 passes in the layers of SmolLM2 and
-# Qwen2.5-0.5B and 6 in ConvGPT's, by what benchmarks/kernel_counts.py counts with 1,024 tokens.
+# Qwen2.5-0.5B and 4.5 in ConvGPT's, by what benchmarks/kernel_counts.py counts with 1,024 tokens.
 FEW, MANY = Counts(5, 2, 2), Counts(11, 4.4, 4.4)
 # Operations. Launched one by one: 135 and 144 in layers of SmolLM2 and Qwen2.5-0.5B, counted likewise. Compiled: 74
 # in ConvGPT's, 94 with recomputation, counted on a GPU. Those of a CPU are measured in a forward pass: two or three
 # times as many.
 EAGER, COMPILED, ON_CPU = Counts(140, 46, 46), Counts(74, 20, 25), Counts(92, 46, 46)
-# Operations of a decoding step for one layer: ConvGPT's have matrices joined (posttrain.models.fused).
-DECODING, DECODING_FUSED = OPERATIONS, 26
+# Kernels of a decoding step for one layer, counted by benchmarks/launches.py: ConvGPT's have matrices joined
+# (posttrain.models.fused). A CPU's own time of a layer is measured.
+DECODING, DECODING_FUSED = 26, 22
 # The shortest time between two kernels of a CUDA graph: an H100 took 5.9 ms for 1,106 of Qwen2.5-0.5B and 5.6 for 1,380
 # of SmolLM2, where their bytes take 2.
 REPLAYED = 4.5e-6
@@ -182,7 +183,8 @@ class Cost:
         read += SAMPLING * rows * shape.vocabulary / self.stream
         flops = forward_flops(shape, rows, behind) + head_flops(shape, rows)
         work = max(read, flops / self.flops)
-        operations = shape.layers * (DECODING_FUSED if shape.fused and self.device.cuda else DECODING)
+        kernels = DECODING_FUSED if shape.fused else DECODING
+        operations = shape.layers * (kernels if self.device.cuda else OPERATIONS)
         if launched:
             return tokens * self.with_launches(work, operations)
         return tokens * (max(work, operations * REPLAYED) if self.device.cuda else work)

@@ -413,8 +413,8 @@ def test_the_seconds_of_a_plain_case() -> None:
     moved = 2 * 1000 * cost.moved / 480e9
     assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
     waiting = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU))
-    assert waiting.decodes(1, 1, 100, launched=True) == pytest.approx(devices.OPERATIONS * 24 * GPU.operation)
-    assert waiting.decodes(1, 1, 100) == pytest.approx(devices.OPERATIONS * 24 * seconds.REPLAYED)  # of a graph
+    assert waiting.decodes(1, 1, 100, launched=True) == pytest.approx(seconds.DECODING * 24 * GPU.operation)
+    assert waiting.decodes(1, 1, 100) == pytest.approx(seconds.DECODING * 24 * seconds.REPLAYED)  # of a graph
     one_by_one = seconds.Cost(SHAPE, numbers._replace(compiled=False), Fleet(GPU))
     for tokens in (8, 100_000):  # launches, and bytes
         assert one_by_one.learns(tokens, 0, 0) > 1.2 * waiting.learns(tokens, 0, 0)
