@@ -1,5 +1,6 @@
 from . import (
     convgpt as convgpt,
+    gguf_writer as gguf_writer,
     model_card as model_card,
     model_files as model_files,
     row_attention as row_attention,
@@ -36,6 +37,7 @@ from .literals import Message as Message
 from .loading import (
     CODE as CODE,
     adapters_in_float32 as adapters_in_float32,
+    add_code as add_code,
     describe_training as describe_training,
     load as load,
     load_chat as load_chat,

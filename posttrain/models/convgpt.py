@@ -112,15 +112,6 @@ class ConvGPTConfig(PreTrainedConfig):
         self.rope_theta = rope.get("rope_theta", self.rope_theta)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Return x normed, in its own precision; the kernel computes in float32.
-
-    Autocast would convert x to float32 before it on a GPU, and the products that follow would convert the result back.
-    """
-    with torch.autocast(x.device.type, enabled=False):
-        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
 class ConvGPTRMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -128,9 +119,10 @@ class ConvGPTRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight.dtype == torch.float32:  # one kernel on a GPU, which takes a weight in the precision of x alone
-            return rms_norm(x, self.weight.to(x.dtype), self.eps)
-        return self.weight * rms_norm(x, None, self.eps)
+        with torch.autocast(x.device.type, enabled=False):  # or x becomes float32, as which the kernel computes anyway
+            if self.weight.dtype == torch.float32:  # one kernel on a GPU if the weight has the precision of x
+                return functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+            return self.weight * functional.rms_norm(x, (x.shape[-1],), eps=self.eps)
 
 
 class ConvGPTScaleNorm(nn.Module):

@@ -19,9 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from posttrain.runtime import hardware
 from posttrain.types import UserError
 
-# Operations that Python launched for one layer of a forward pass where the time of a launch was measured: 1,106 in the
-# 24 layers of Qwen2.5-0.5B, counted by benchmarks/launches.py. The host of an H100 took 37 microseconds for each of them, and 26 in SmolLM2
-# (benchmarks/gpu.py); Qwen published 49.9 tokens a second for Qwen2-0.5B on an A100, without batching: 18 each.
+# Operations that Python launched for one layer of a forward pass when the time of a launch was measured: 1,106 in the
+# 24 layers of Qwen2.5-0.5B, counted by benchmarks/launches.py. The host of an H100 took 37 microseconds for each of
+# them, and 26 in SmolLM2 (benchmarks/gpu.py); Qwen published 49.9 tokens a second for Qwen2-0.5B on an A100, without
+# batching: 18 each.
 OPERATIONS = 46
 
 

@@ -1,0 +1,250 @@
+"""Write a trained model in a form that other programs run.
+
+    posttrain export runs/mine/phase3 --to gguf --type q8_0   # one file: llama.cpp, LM Studio
+    posttrain export runs/mine/phase3 --to ollama             # a folder: ollama create mine -f FOLDER/Modelfile
+    posttrain export runs/mine/phase1 --to merged             # a folder: transformers, vLLM
+    posttrain export runs/mine/phase1 --to adapter            # a folder: peft
+
+RUN is a phase's folder, its folder `final`, the folder of phase1, phase2 and phase3, or a folder with an adapter, which
+is merged into its base model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import ModelSection, run
+from posttrain.files import read_json, write_whole
+from posttrain.runtime import checkpoint, runlog
+from posttrain.types import UserError
+
+FORMS = ("gguf", "ollama", "merged", "adapter")
+KINDS = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # bytes of a number
+ADAPTER = "adapter_config.json"
+
+
+def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
+    """Write the model of a run and return what was written: a file for "gguf", else a folder.
+
+    Args:
+        source: a run, the folder of a model or that of an adapter.
+        form: one of `FORMS`.
+        out: where; nothing may be there.
+        kind: of the matrices in a GGUF file, one of `KINDS`.
+
+    Raises:
+        UserError: there is no such model, it does not have this form, or something is at `out`.
+    """
+    if out.exists():
+        raise UserError(f"{out} already exists and is not changed. Write --out with another path.")
+    from posttrain.serving.publish.content import model_of
+
+    is_adapter = (source / ADAPTER).is_file()
+    if form == "adapter":
+        return _copy(source if is_adapter else _adapter_of(source), out)
+    if form == "merged":
+        return _merge(source, out) if is_adapter else _copy(model_of(source), out)
+
+    from posttrain.models import gguf_writer
+
+    name, model = _name(source), _base_of(source) if is_adapter else str(model_of(source))
+    section = ModelSection(name_or_path=model)
+    config, tokenizer = _tokens(section)
+    if reason := gguf_writer.reason_against(config, tokenizer):
+        raise UserError(f"{name} cannot be written as GGUF: {reason}.")
+    net = _weights(section, source if is_adapter else None)
+    checkpoint.needs_free_space(out, round(KINDS[kind] * net.num_parameters()))
+    part = out.with_name(f".{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    file = part / "model.gguf"
+    try:
+        gguf_writer.write_gguf(net, tokenizer, file, kind, name)
+        if form == "gguf":
+            os.replace(file, out)
+        else:
+            write_whole(part / "Modelfile", modelfile(tokenizer, config.max_position_embeddings))
+            os.replace(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return out
+
+
+def modelfile(tokenizer: Any, context: int) -> list[str]:
+    """Return the lines of Ollama's Modelfile for `model.gguf` beside it."""
+    from posttrain.models import gguf_writer
+
+    lines = ["FROM ./model.gguf\n", f"PARAMETER num_ctx {context}\n"]
+    stop = tokenizer.convert_ids_to_tokens(gguf_writer.stop_of(tokenizer))
+    lines.append(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}\n")
+    template, system = ollama_template(tokenizer)
+    if not template:
+        return [
+            *lines,
+            "# The chat template has no form in Ollama's language: Ollama takes what it knows of the file's.\n",
+        ]
+    lines += [f'SYSTEM """{system}"""\n'] if system else []
+    return [*lines, f'TEMPLATE """{template}"""\n']
+
+
+def ollama_template(tokenizer: Any) -> tuple[str, str]:
+    """Return the chat template in Ollama's language, and the system message that it writes where there is none.
+
+    Read off a conversation that the template writes: what stands before, between and after its messages. Both are ""
+    where conversations that are put together from these parts are not those of the template.
+    """
+    marks = {role: f"<<{role}>>" for role in ("system", "user", "assistant")}
+
+    def written(*roles: str, **said: str) -> str:
+        messages = [{"role": role, "content": said.get(role, marks[role])} for role in roles]
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]  # Ollama puts it first by itself
+        return text.removeprefix(tokenizer.bos_token) if begins else text
+
+    asked = ("user", "assistant", "user")
+    try:
+        full, bare = written("system", *asked), written(*asked)
+        opening, rest = full.split(marks["system"])
+        between, answered, asking, last = rest.replace(marks["assistant"], marks["user"]).split(marks["user"])
+        first = bare.split(marks["user"])[0]
+    except Exception:  # a template may refuse a system message, or write a message twice or not at all
+        return "", ""
+    # A user message begins with what is the same after a system message, after an answer and at the very beginning.
+    backwards = zip(*(each[::-1] for each in (between, asking, first)), strict=False)
+    user = "".join(letters[0] for letters in itertools.takewhile(lambda each: len(set(each)) == 1, backwards))[::-1]
+    closing = between.removesuffix(user)
+    default = first.removesuffix(user)
+    system = ""
+    if default:  # a system message of the template's own
+        if not (default.startswith(opening) and default.endswith(closing)):
+            return "", ""
+        system = default[len(opening) : len(default) - len(closing)]
+    if written(*asked) != (written("system", *asked, system=system) if system else bare):
+        return "", ""
+
+    def put_together(*roles: str) -> str:
+        parts = {"system": (opening, closing), "user": (user, ""), "assistant": (answered, asking.removesuffix(user))}
+        return "".join(parts[role][0] + marks[role] + parts[role][1] for role in roles) + last
+
+    longer = ("system", *asked, "assistant", "user")
+    if put_together(*longer) != written(*longer) or (not system and put_together(*asked) != bare):
+        return "", ""
+    template = (
+        f'{{{{ range .Messages }}}}{{{{ if eq .Role "system" }}}}{opening}{{{{ .Content }}}}{closing}'
+        f'{{{{ else if eq .Role "user" }}}}{user}{{{{ .Content }}}}'
+        f'{{{{ else if eq .Role "assistant" }}}}{answered}{{{{ .Content }}}}{asking.removesuffix(user)}'
+        f"{{{{ end }}}}{{{{ end }}}}{last}"
+    )
+    texts = (opening, closing, user, answered, asking, last, system)
+    return ("", "") if any("{{" in text or '"""' in text for text in texts) else (template, system)
+
+
+def _name(source: Path) -> str:
+    """Return a name for the model: of the folders above `final` and the phases."""
+    parts = [part for part in source.resolve().parts if part not in ("final", "adapter")]
+    return "-".join(parts[-2:]) if parts[-1].startswith("phase") else parts[-1]
+
+
+def _copy(folder: Path, out: Path) -> Path:
+    checkpoint.verify_if_sealed(folder)
+    part = out.with_name(f".{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copytree(folder, part)
+        os.replace(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return out
+
+
+def _adapter_of(source: Path) -> Path:
+    """Return the adapter beside the model of a run."""
+    from posttrain.serving.publish.content import model_of
+
+    folder = model_of(source).with_name("adapter")
+    if not (folder / ADAPTER).is_file():
+        raise UserError(f"{source} holds no adapter: model.tuning was full. --to merged writes its whole model.")
+    return folder
+
+
+def _base_of(adapter: Path) -> str:
+    """Return the path or the Hub name of the model that an adapter was trained on."""
+    base = read_json(adapter / ADAPTER, "Get a whole copy of the adapter.").get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{adapter / ADAPTER} does not name its base model (base_model_name_or_path).")
+    return base
+
+
+def _tokens(section: ModelSection) -> tuple[Any, Any]:
+    """Return config and tokenizer."""
+    from transformers import AutoTokenizer
+
+    from posttrain.models import model_files
+
+    model_files.check_source(section)
+    config = model_files.load_config(section)
+    model_files.check_tokenizer(section)
+    with model_files.errors_in_words(f"The tokenizer of {section.name_or_path} cannot be loaded"):
+        return config, AutoTokenizer.from_pretrained(section.name_or_path)
+
+
+def _weights(section: ModelSection, adapter: Path | None) -> Any:
+    """Return the model in float32, with the adapter merged into it."""
+    import torch
+
+    from posttrain.models import model_files
+
+    net = model_files.load_weights(section, torch.float32)
+    if adapter is None:
+        return net
+
+    from peft import PeftModel
+
+    checkpoint.verify_if_sealed(adapter)
+    return PeftModel.from_pretrained(net, str(adapter)).merge_and_unload()
+
+
+def _merge(adapter: Path, out: Path) -> Path:
+    from posttrain import models
+
+    section = ModelSection(name_or_path=_base_of(adapter))
+    _, tokenizer = _tokens(section)
+    net = _weights(section, adapter)
+
+    def write(made: Path) -> None:
+        with models.no_bars():
+            net.save_pretrained(made)
+        models.add_code(made, net)
+        tokenizer.save_pretrained(made)
+
+    return checkpoint.save(out, write, phase="base", source=adapter.name)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="posttrain export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run, the folder of a model or that of an adapter")
+    parser.add_argument("--to", required=True, choices=FORMS, help="what to write")
+    parser.add_argument("--type", choices=KINDS, default="f16", help="of the matrices in a GGUF file (default f16)")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="where (default: export/ in the folder of the run)")
+    given = parser.parse_args(argv)
+    runlog.keep_private(given.run)
+    name = f"{_name(given.run)}-{given.type}.gguf" if given.to == "gguf" else given.to
+    above = given.run.parent if given.run.name in ("final", "adapter") else given.run
+    written = export_run(given.run, given.to, given.out or above / "export" / name, given.type)
+    print(f"Written: {written}")
+    if given.to == "ollama":
+        print(f"ollama create {_name(given.run)} -f {written / 'Modelfile'}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,306 @@
+"""Is an exported model the one that was trained, and does what cannot be exported end in words?"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import model_families
+import pytest
+import torch
+from gguf import GGUFReader, quants
+from peft import LoraConfig, get_peft_model
+from tiny_runs import ROOT, called
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from posttrain import models
+from posttrain.models import gguf_writer
+from posttrain.models.gguf import convert
+from posttrain.serving.export import export_run, main, modelfile, ollama_template
+from posttrain.types import UserError
+
+WRITTEN = {
+    "llama": {},
+    "qwen2.5": {},
+    "qwen3": {"head_dim": 128},
+    "gpt2": {},
+}  # transformers reads no head_dim of Qwen3
+TALK = [{"role": "user", "content": "It's 12 + 345!"}]
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def prompt(tokenizer: Any) -> list[int]:
+    if tokenizer.chat_template is None:
+        return tokenizer(TALK[0]["content"])["input_ids"]
+    return tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
+
+
+def family(folder: Path, name: str) -> Path:
+    """A model of a family, with the tokenizer rules that its makers use: Qwen has its own."""
+    model_families.write(folder, name, **WRITTEN.get(name, {}))
+    if name.startswith("qwen"):
+        file = folder / "tokenizer.json"
+        spec = json.loads(file.read_text())
+        (pattern,) = (each for each, of in gguf_writer.SPLITS.items() if of == "qwen2")
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        spec["pre_tokenizer"]["use_regex"] = False
+        spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, spec["pre_tokenizer"]]}
+        file.write_text(json.dumps(spec))
+    return folder
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
+def test_what_is_read_back_from_gguf_is_the_model(name: str, kind: str, tmp_path: Path) -> None:
+    """Weights of the file in float32 are those of the model; otherwise their nearest in the file's type."""
+    net, tokenizer = load(family(tmp_path / "model", name))
+    with torch.no_grad():
+        for each in net.parameters():
+            each.add_(0.1 * torch.randn_like(each))  # biases and norms as well
+    net.save_pretrained(tmp_path / "model")
+    file = export_run(tmp_path / "model", "gguf", tmp_path / "out" / "m.gguf", kind)
+    again, said = load(convert(file, tmp_path / "back"))
+    ids = prompt(tokenizer)
+    assert prompt(said) == ids and said.pad_token_id == tokenizer.pad_token_id
+    assert said.eos_token == ("<|endoftext|>" if name == "gpt2" else "<|eot_id|>" if name == "llama" else "<|im_end|>")
+    with torch.no_grad():
+        for each in net.parameters():
+            if each.ndim > 1:
+                blocks = each.shape[-1] % 32 == 0 and "gpt2" not in name
+                numbers = each.numpy()
+                if kind == "q8_0" and blocks:
+                    stored = gguf_writer.TYPES[kind][0]
+                    each.copy_(torch.from_numpy(quants.dequantize(quants.quantize(numbers, stored), stored)))
+                elif kind != "f32":
+                    each.copy_(each.half().float())
+        mine, right = (each(torch.tensor([ids])).logits for each in (again, net))
+    if name == "gpt2" and kind == "q8_0":  # whose matrices are transposed: their blocks are of columns here
+        assert (mine - right).abs().max() < 0.1 * right.abs().max()
+    else:
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
+
+
+def test_the_file_holds_tokens_template_and_the_end_of_an_answer(tmp_path: Path) -> None:
+    net, tokenizer = load(family(tmp_path / "model", "qwen2.5"))
+    reader = GGUFReader(export_run(tmp_path / "model", "gguf", tmp_path / "m.gguf"))
+    found = {name: field.contents() for name, field in reader.fields.items()}
+    assert found["general.architecture"] == "qwen2" and found["general.name"] == "model"
+    assert found["tokenizer.ggml.pre"] == "qwen2" and found["tokenizer.ggml.eos_token_id"] == (
+        stop := tokenizer.convert_tokens_to_ids("<|im_end|>")
+    )
+    tokens, kinds = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
+    assert len(tokens) == len(kinds) == found["qwen2.vocab_size"] == net.config.vocab_size
+    control = gguf_writer.TokenType.CONTROL
+    assert tokens[stop] == "<|im_end|>" and kinds[stop] == control
+    assert kinds[300] == gguf_writer.TokenType.NORMAL and kinds[-1] == gguf_writer.TokenType.UNUSED
+    assert found["tokenizer.chat_template"] == tokenizer.chat_template and not found["tokenizer.ggml.add_bos_token"]
+
+
+def test_what_is_trained_is_not_marked_in_the_template() -> None:
+    """llama.cpp does not know transformers' `generation` blocks; the rest is unchanged, spaces as well."""
+    template = models.TEMPLATE_PATH.read_text(encoding="utf-8")
+    plain = gguf_writer.plain_template(template)
+    assert "generation" in template and not re.search(r"\{%-?\s*(end)?generation", plain)
+    tokenizer = model_families.byte_level_tokenizer()
+    for blocks in (template, template.replace("{%- generation -%}", "{% generation %}\n")):
+        written = [
+            tokenizer.apply_chat_template(
+                [*TALK, {"role": "assistant", "content": "357"}], chat_template=each, tokenize=False
+            )
+            for each in (blocks, gguf_writer.plain_template(blocks))
+        ]
+        assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "name"),
+    [
+        ([{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}], "gpt-2"),
+        ([{"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}], ""),
+        (
+            [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+            ],
+            "smollm",
+        ),
+        (
+            [
+                {"type": "Digits", "individual_digits": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+            ],
+            "",
+        ),
+        ([{"type": "Whitespace"}], ""),
+    ],
+)
+def test_how_words_are_split_has_a_name_or_none(
+    steps: list[dict[str, Any]], name: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    class Backend:
+        def to_str(self) -> str:
+            spec = json.loads(tiny_tokenizer.backend_tokenizer.to_str())
+            spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0]
+            return json.dumps(spec)
+
+    class Tokenizer:
+        backend_tokenizer = Backend()
+
+    assert gguf_writer.pre_tokenizer_of(Tokenizer()) == name
+
+
+def go(template: str, messages: list[dict[str, str]]) -> str:
+    """What Ollama's language makes of a template that has the form of ours."""
+    pattern = r"\{\{ range \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*)"
+    (body, last), text = re.fullmatch(pattern, template, re.DOTALL).groups(), ""  # type: ignore[union-attr]
+    parts = dict(re.findall(r'if eq \.Role "(\w+)" \}\}(.*?)(?=\{\{ else|\Z)', body, re.DOTALL))
+    for message in messages:
+        text += parts[message["role"]].replace("{{ .Content }}", message["content"])
+    return text + last
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "chatml", "phi3"])
+def test_ollama_writes_what_the_template_writes(name: str, tmp_path: Path) -> None:
+    family = "gpt2" if name == "chatml" else name
+    tokenizer = AutoTokenizer.from_pretrained(model_families.write(tmp_path / "model", family))
+    if name == "chatml":
+        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+        tokenizer.chat_template = models.TEMPLATE_PATH.read_text(encoding="utf-8")
+    template, system = ollama_template(tokenizer)
+    assert system == ("You help." if name == "qwen2.5" else "")
+    asked = [*TALK, {"role": "assistant", "content": "357"}, {"role": "user", "content": "Sure?"}]
+    for messages in (asked, [{"role": "system", "content": "Be short."}, *asked]):
+        written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        given = (
+            messages
+            if messages[0]["role"] == "system" or not system
+            else [{"role": "system", "content": system}, *messages]
+        )
+        assert go(template, given) == written
+    text = "".join(modelfile(tokenizer, 512))
+    assert text.startswith("FROM ./model.gguf\nPARAMETER num_ctx 512\nPARAMETER stop ")
+    assert text.endswith(f'TEMPLATE """{template}"""\n')
+
+
+def test_a_template_that_is_more_than_a_sequence_of_messages_is_left_to_ollama(tmp_path: Path) -> None:
+    """Gemma writes the system message into the first user message; a model may have no template."""
+    for name in ("gemma3", "gpt2"):
+        tokenizer = AutoTokenizer.from_pretrained(model_families.write(tmp_path / name, name))
+        assert ollama_template(tokenizer) == ("", "") and "TEMPLATE" not in "".join(modelfile(tokenizer, 8))
+
+
+def test_ollama_gets_a_folder(tmp_path: Path) -> None:
+    folder = export_run(family(tmp_path / "model", "qwen2.5"), "ollama", tmp_path / "out", "q8_0")
+    assert sorted(each.name for each in folder.iterdir()) == ["Modelfile", "model.gguf"]
+    assert 'SYSTEM """You help."""' in (folder / "Modelfile").read_text()
+
+
+def test_an_adapter_is_merged_or_copied(tmp_path: Path) -> None:
+    base = family(tmp_path / "base", "llama")
+    net: Any = AutoModelForCausalLM.from_pretrained(base)
+    adapted = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        right = adapted(ids).logits
+        merged, _ = load(export_run(tmp_path / "adapter", "merged", tmp_path / "merged"))
+        torch.testing.assert_close(merged(ids).logits, right, rtol=1e-4, atol=1e-5)
+        file = export_run(tmp_path / "adapter", "gguf", tmp_path / "m.gguf", "f32")
+        read, _ = load(convert(file, tmp_path / "back"))
+        torch.testing.assert_close(read(ids).logits, right, rtol=1e-4, atol=1e-5)
+    copied = export_run(tmp_path / "adapter", "adapter", tmp_path / "copy")
+    for each in (tmp_path / "adapter").iterdir():
+        assert (copied / each.name).read_bytes() == each.read_bytes()
+    with pytest.raises(UserError, match=r"holds no adapter: model.tuning was full"):
+        export_run(family(tmp_path / "alone" / "base", "llama"), "adapter", tmp_path / "none")
+
+
+def test_a_run_is_found_by_its_folder(tmp_path: Path) -> None:
+    family(tmp_path / "mine" / "phase1" / "final", "llama")
+    done = called(main, str(tmp_path / "mine"), "--to", "gguf", "--type", "f16")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mine" / "export" / "mine-f16.gguf").stat().st_size > 10_000
+    done = called(main, str(tmp_path / "mine" / "phase1"), "--to", "merged")
+    assert done.returncode == 0 and (tmp_path / "mine" / "phase1" / "export" / "merged" / "config.json").exists()
+    again = called(main, str(tmp_path / "mine" / "phase1"), "--to", "merged")
+    assert again.returncode == 2 and "already exists and is not changed" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("smollm3", "smollm3 is not among the architectures"),
+        ("phi3", "phi3 is not among"),
+        ("mamba", "convert_hf_to_gguf.py"),
+    ],
+)
+def test_other_architectures_are_refused_before_anything_is_written(name: str, reason: str, tmp_path: Path) -> None:
+    folder = model_families.write(tmp_path / "model", name)
+    done = called(main, str(folder), "--to", "gguf")
+    assert done.returncode == 2 and reason in done.stderr
+    assert not (folder / "export").exists()
+
+
+def test_convgpt_says_why_not(tmp_path: Path) -> None:
+    config = models.ConvGPTConfig(
+        vocab_size=512, hidden_size=144, intermediate_size=32, num_hidden_layers=1, head_dim=16
+    )
+    tokenizer = model_families.byte_level_tokenizer()
+    assert "convolves" in gguf_writer.reason_against(config, tokenizer)
+
+
+def test_settings_that_llama_cpp_would_not_compute_are_refused(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "model", "llama"))
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
+    assert gguf_writer.reason_against(config, tokenizer) == ""
+    for key, value in (
+        ("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
+        ("hidden_act", "gelu"),
+        ("use_sliding_window", True),
+    ):
+        changed = type(config)(**(config.to_dict() | {key: value}))
+        assert gguf_writer.reason_against(changed, tokenizer) != "", key
+
+
+def test_numbers_beyond_f16_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    net, _ = load(family(tmp_path / "model", "llama"))
+    with torch.no_grad():
+        net.model.layers[0].mlp.up_proj.weight[0, 0] = 1e5
+    net.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"above 65,504, the largest of f16. Take --type f32"):
+        export_run(tmp_path / "model", "gguf", tmp_path / "out" / "m.gguf", "f16")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_llama_cpp_writes_what_transformers_writes(tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    net, tokenizer = load(family(tmp_path / "model", "qwen2.5"))
+    file = export_run(tmp_path / "model", "gguf", tmp_path / "m.gguf", "f32")
+    llm = llama_cpp.Llama(str(file), n_ctx=256, verbose=False)
+    ids = prompt(tokenizer)
+    text = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    assert llm.tokenize(text.encode(), add_bos=False, special=True) == ids
+    right = net.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :].tolist()
+    made = []
+    for token in llm.generate(ids, temp=0.0):
+        made.append(token)
+        if len(made) == len(right):
+            break
+    assert made == right
+
+
+def test_help_loads_no_library() -> None:
+    code = (
+        "import sys; from posttrain.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'gguf'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code, "export", "--help"], cwd=ROOT, check=True)
