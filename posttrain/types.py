@@ -21,8 +21,9 @@ class UserError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as part of a sentence: "OSError: No such file"."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """Return an exception as part of a sentence: "OSError: No such file"; a terminal obeys nothing in it."""
+    words = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {''.join(each if each.isprintable() else ascii(each)[1:-1] for each in words)}"
 
 
 def markdown_text(value: object) -> str:

@@ -118,6 +118,9 @@ def _values(result: Any, count: int, weight: float) -> list[float | str | None]:
 def _value(value: Any, weight: float) -> float | str:
     if isinstance(value, BaseException):
         return _raised(value)
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns that it was never awaited
+        return "returned a coroutine: a function that waits is written with async def"
     try:  # somebody's object may raise anything
         number = float(value)
     except Exception:

@@ -420,6 +420,7 @@ def paying(episode: Episode, **changes: Any) -> Any:
 FAULTS: dict[str, tuple[Any, str]] = {  # what is done to an episode: object, name, value; and what it crashes with
     "raises": (lambda e: [(e.env, "step", raising(ZeroDivisionError("the ice melted")))], "ZeroDivisionError: the ice"),
     "no key": (lambda e: [(e.env, "state_key", raising(KeyError("no state")))], "KeyError"),
+    "clears": (lambda e: [(e.env, "state_key", raising(OSError("\x1b[2Jgone")))], "OSError: \\x1b[2Jgone"),
     "no hash": (lambda e: [(e.env, "state_key", lambda: [1, 2])], "TypeError"),
     "no text": (lambda e: [(e.env, "observe", lambda: "half a pair: \ud800")], "UserError"),
     "leaves": (lambda e: [(each, "step", raising(SystemExit(3))) for each in (e, e.env)], "SystemExit"),
