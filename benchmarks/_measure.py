@@ -61,8 +61,16 @@ def parser(doc: str | None, repeats: bool = True) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     if repeats:
         made.add_argument("--repeats", type=int, default=3)
-    made.add_argument("--json", type=Path, help="also write every figure to this file")
+    made.add_argument("--json", type=writable, help="also write every figure to this file")
     return made
+
+
+def writable(name: str) -> Path:
+    """Return the path of a file that can be written; it is asked before hours of measuring."""
+    path = Path(name)
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{name} cannot be written")
+    return path
 
 
 def threads() -> None:

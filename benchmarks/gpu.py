@@ -34,7 +34,7 @@ import _gpu_blocks
 import _measure
 
 from posttrain import plan
-from posttrain.models import compile_layers
+from posttrain.models import compile_layers, simplify_layers
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.rollout.engines.graphs import CudaRecorder, GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
@@ -89,7 +89,9 @@ def seconds_of(action: Callable[[], object], warm: int = 2, repeats: int = 3) ->
 def model_of(name: str) -> Any:
     kind, sizes = MODELS[name]
     small = {} if CUDA else {"num_hidden_layers": 2, "vocab_size": 1024}
-    return _measure.model_of(kind, sizes | _measure.ENDLESS | small, KIND)
+    model = _measure.model_of(kind, sizes | _measure.ENDLESS | small, KIND)
+    simplify_layers(model)  # as every phase does
+    return model
 
 
 def training_step(model: Any, rows: int, tokens: int) -> Callable[[], None]:

@@ -1,10 +1,11 @@
 """How many kernels does a layer launch in training, how many bytes do they move, and how exact are they?  Not timed.
 
 Forward and backward pass of a known model under bfloat16 autocast, by torch's dispatcher on the CPU: a model of three
-layers less a model of one, halved. Views are not counted; `rms_norm` is one operation, and its backward pass
-one, as they are on CUDA. A kernel reads its inputs and writes its outputs once. Bytes are counted without the products
-with weights and with them: a product reads its weights once, so that more tokens are fewer bytes for each. Errors are
-those of autocast beside float32, |x - y| / |y|: of the last states, and of gradients, the median over parameters.
+layers less a model of one, halved. Views are not counted; `rms_norm` is one operation, and its backward pass two where
+its weight is trained, as on CUDA. A kernel reads its inputs and writes its outputs once. Bytes are counted without the
+products with weights and with them: a product reads its weights once, so that more tokens are fewer bytes for each.
+Errors are those of autocast beside float32, |x - y| / |y|: of the last states, and of gradients, the median over
+parameters.
     python benchmarks/kernel_counts.py [--model convgpt|qwen|smol] [--tokens 1024] [--json FILE]
 """
 
@@ -27,6 +28,8 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 import gpu
+
+from posttrain.models import simplify_layers
 
 NOTHING = {"_unsafe_view", "detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 PRODUCTS = ("mm", "addmm")  # with weights
@@ -63,7 +66,7 @@ class Counted(TorchDispatchMode):
 
 
 def norm_as_one(counted: Counted) -> Any:
-    """Return `rms_norm` as one operation forward and one backward."""
+    """Return `rms_norm` as one operation forward and as many backward as it has gradients."""
     whole = functional.rms_norm
 
     class Norm(torch.autograd.Function):
@@ -84,7 +87,9 @@ def norm_as_one(counted: Counted) -> Any:
                 inputs = [each.detach().requires_grad_() for each in (x, weight) if each is not None]
                 made = whole(inputs[0], shape, inputs[1] if weight is not None else None, eps)
                 found = torch.autograd.grad(made, inputs, grads[0])
-            counted.add("rms_norm_backward", x, weight, *grads, *found)
+            counted.add("rms_norm_backward", x, weight, *grads, found[0])
+            if weight is not None:
+                counted.add("rms_norm_backward", x, *grads, found[1])
             return found[0], None, found[1] if weight is not None else None, None
 
     return lambda x, shape, weight=None, eps=None: Norm.apply(x, shape, weight, eps)
@@ -94,6 +99,7 @@ def training_step(layers: int, tokens: int, name: str = "convgpt") -> Counted:
     """Count a forward and backward pass of the decoder with so many layers over one row."""
     kind, sizes = gpu.MODELS[name]
     model = _measure.model_of(kind, sizes | _measure.ENDLESS | dict(vocab_size=VOCABULARY, num_hidden_layers=layers))
+    simplify_layers(model)  # as every phase does
     ids = torch.zeros(1, tokens, dtype=torch.long)
     counted = Counted()
     with counted, patch.object(functional, "rms_norm", norm_as_one(counted)):
@@ -123,6 +129,7 @@ def errors(name: str = "convgpt", seeds: int = 5) -> dict[str, float]:
     for seed in range(seeds):
         torch.manual_seed(seed)
         model = _measure.model_of(kind, sizes | _measure.ENDLESS | dict(vocab_size=VOCABULARY, num_hidden_layers=4))
+        simplify_layers(model)
         with torch.no_grad():
             for each in model.parameters():
                 if each.ndim == 1:  # norms, as if they had been trained
@@ -162,6 +169,8 @@ def main() -> None:
     parser.add_argument("--model", choices=gpu.MODELS, default="convgpt")
     parser.add_argument("--tokens", type=int, default=1024)
     given = parser.parse_args()
+    if given.tokens < 1:
+        parser.error("--tokens: at least 1")
     _measure.threads()
     results = _measure.surroundings() | a_layer(given.tokens, given.model) | errors(given.model)
     _measure.publish(results, markdown(results), given.json)

@@ -58,7 +58,7 @@ class Dispatched(TorchDispatchMode):
 
 
 class Launched(TorchFunctionMode):
-    """Beside `dispatched`: `rms_norm` is one operation, as it is one kernel on CUDA."""
+    """Beside `dispatched`: `rms_norm` is one operation, one kernel on CUDA, after a copy of what has gaps."""
 
     def __init__(self, dispatched: Dispatched) -> None:
         super().__init__()
@@ -67,6 +67,7 @@ class Launched(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         whole = func is torch.nn.functional.rms_norm
         self.dispatched.count["rms_norm"] += whole
+        self.dispatched.count["contiguous"] += whole and not args[0].is_contiguous()
         self.dispatched.paused = whole
         try:
             return func(*args, **(kwargs or {}))

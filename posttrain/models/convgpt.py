@@ -6,15 +6,14 @@ checkpoint loads with `trust_remote_code=False`.
 
 A token's embedding is read as a square, convolved along its columns and average-pooled to the width of an ordinary
 decoder (grouped-query attention, q/k norm, rotary positions, gated MLP).  With tied embeddings the decoder's output is
-scaled back up to the embedding width.  No token sees another outside the attention, so padding and caches work as in
-any decoder.
+scaled back up to the embedding width.  No token sees another outside the attention.
 
-It imports nothing of this project: every saved ConvGPT has a copy of it beside its weights, so that plain transformers
-loads them (`posttrain.models.save`).
+It imports nothing of this project: every saved ConvGPT has a copy beside its weights, for plain transformers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -37,9 +36,8 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-# Written into config files by the published code but without effect there.  Here they would have one: `is_causal` turns
-# the causal mask off, `output_router_logits` makes trainers ask for an expert loss, and `auto_map` names the published
-# modelling files.  In the copy beside saved weights it names that copy, and vLLM reads it.
+# Without effect in the published code, but not here: `is_causal` turns the causal mask off, `output_router_logits` asks
+# trainers for an expert loss, `auto_map` names the published files, or the copy beside weights, which vLLM reads.
 _IS_COPY = __name__.startswith("transformers_modules.")
 _INERT_FIELDS = ("is_causal", "output_router_logits", *(() if _IS_COPY else ("auto_map",)))
 # Follow from the other fields, whatever a file says: the published code computed some from its class defaults.
@@ -112,6 +110,12 @@ class ConvGPTConfig(PreTrainedConfig):
         self.rope_theta = rope.get("rope_theta", self.rope_theta)
 
 
+def in_one_kernel(x: torch.Tensor) -> Any:
+    """For a norm of x: autocast on a GPU makes x float32 before its kernel, which computes in float32 in any case."""
+    cast = x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if cast else contextlib.nullcontext()
+
+
 class ConvGPTRMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -119,7 +123,7 @@ class ConvGPTRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # or x becomes float32, as which the kernel computes anyway
+        with in_one_kernel(x):
             if self.weight.dtype == torch.float32:  # one kernel on a GPU if the weight has the precision of x
                 return functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
             return self.weight * functional.rms_norm(x, (x.shape[-1],), eps=self.eps)
@@ -140,8 +144,7 @@ class ConvGPTScaleNorm(nn.Module):
 class ConvGPTStage(nn.Conv2d):
     """From the embedding to the decoder: rows as channels, a causal convolution along the columns, average pooling.
 
-    There is no nonlinearity in between, so the whole is one linear map of a token's embedding.  Multiplying by its
-    matrix costs a fraction of convolving every token at full resolution and pooling the result.
+    That is one linear map, and multiplying by its matrix costs a fraction of convolving and pooling every token.
     """
 
     def __init__(self, config: ConvGPTConfig) -> None:
@@ -178,11 +181,7 @@ class ConvGPTMLP(nn.Module):
 
 
 def rotary(config: ConvGPTConfig, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and signed sine, (rows, 1, tokens, head_dim).
-
-    Computed from the config at every forward: a non-persistent buffer would be uninitialised memory after
-    `from_pretrained` and after construction on the meta device.
-    """
+    """Return cosine and signed sine, (rows, 1, tokens, head_dim); `from_pretrained` would not fill a buffer of them."""
     exponent = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float) / config.head_dim
     angle = position_ids[:, None, :, None].float() * (1.0 / config.rope_theta**exponent)
     cos, sin = angle.cos(), angle.sin()

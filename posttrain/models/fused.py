@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import Cache, PreTrainedModel
 
-from posttrain.models.convgpt import ConvGPTLayer, ConvGPTModel
+from posttrain.models.convgpt import ConvGPTLayer, ConvGPTModel, in_one_kernel
 from posttrain.models.row_attention import attend
 from posttrain.runtime import compat
 
@@ -175,7 +175,7 @@ class _Layers:
         for n, (layer, weights, cos_BQG1D, sin_BQG1D) in enumerate(turns):
             heads_BQGHD = functional.linear(layer.norm1(hidden_NE), weights.qkv).view(rows, queries, -1, heads, size)
             qk_BQGHD = heads_BQGHD[:, :, : group + 1]
-            with torch.autocast(qk_BQGHD.device.type, enabled=False):  # in one kernel, see ConvGPTRMSNorm
+            with in_one_kernel(qk_BQGHD):
                 qk_BQGHD = functional.rms_norm(qk_BQGHD, (size,), eps=layer.self_attn.q_norm.eps)
             qk_BQGHD = torch.addcmul(qk_BQGHD * cos_BQG1D, qk_BQGHD.roll(size // 2, -1), sin_BQG1D)
             keys, values = cache.update(qk_BQGHD[:, :, -1].transpose(1, 2), heads_BQGHD[:, :, -1].transpose(1, 2), n)

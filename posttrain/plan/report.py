@@ -304,7 +304,10 @@ def _likely(device: devices.Device) -> str:
     words = f"Ranges: rollouts took {played} times and updates {learned} times what is planned"
     if device.waits:
         return f"{words}, {where}."
-    return f"{words}, in single steps {where}; whole runs on GPUs are not yet measured."
+    return (
+        f"{words}, in single steps {where} with the kernels of then. Today's layers, which launch fewer, and whole runs"
+        " are not yet measured on a GPU."
+    )
 
 
 def _lines(text: str) -> str:

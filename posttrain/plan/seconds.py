@@ -53,16 +53,18 @@ class Counts(NamedTuple):
 
 # An activation is written once, read by the next operation and by the backward pass, and its gradient is written and
 # read: five passes. A CPU keeps the rest in its caches, and compiled layers do not write it. Launched one by one,
-# operations of a GPU write what they convert, norm and rotate as well: 11 passes in the layers of SmolLM2 and
-# Qwen2.5-0.5B and 4.5 in ConvGPT's, by what benchmarks/kernel_counts.py counts with 1,024 tokens.
-FEW, MANY = Counts(5, 2, 2), Counts(11, 4.4, 4.4)
-# Operations. Launched one by one: 135 and 144 in layers of SmolLM2 and Qwen2.5-0.5B, counted likewise. Compiled: 74
-# in ConvGPT's, 94 with recomputation, counted on a GPU. Those of a CPU are measured in a forward pass: two or three
-# times as many.
-EAGER, COMPILED, ON_CPU = Counts(140, 46, 46), Counts(74, 20, 25), Counts(92, 46, 46)
+# operations of a GPU write what they convert, norm and rotate as well. By family, as benchmarks/kernel_counts.py counts
+# with 1,024 tokens: 4.8 passes in ConvGPT's layers, 7.1 and 7.7 in those of SmolLM2 and Qwen2.5-0.5B after
+# `simplify_layers`, and 11.0 and 10.6 before it, as in other families.
+FEW = Counts(5, 2, 2)
+MANY = {"convgpt": Counts(4.8, 1.9, 1.9), "simple": Counts(7.4, 3, 3), "": Counts(11, 4.4, 4.4)}
+# Operations. Launched one by one, counted likewise: 93, 71 and 80, and 135 and 144. Compiled: 74 in ConvGPT's, 94 with
+# recomputation, counted on a GPU. Those of a CPU are measured in a forward pass: two or three times as many.
+EAGER = {"convgpt": Counts(93, 30, 30), "simple": Counts(76, 25, 25), "": Counts(140, 46, 46)}
+COMPILED, ON_CPU = Counts(74, 20, 25), Counts(92, 46, 46)
 # Kernels of a decoding step for one layer, counted by benchmarks/launches.py: ConvGPT's have matrices joined
 # (posttrain.models.fused). A CPU's own time of a layer is measured.
-DECODING, DECODING_FUSED = 26, 22
+DECODING, DECODING_FUSED = 26, 23
 # The shortest time between two kernels of a CUDA graph: an H100 took 5.9 ms for 1,106 of Qwen2.5-0.5B and 5.6 for 1,380
 # of SmolLM2, where their bytes take 2.
 REPLAYED = 4.5e-6
@@ -127,8 +129,9 @@ class Cost:
         self.flops = peak * 1e12 * self.factors.matmul
         self.stream = self.device.bandwidth * 1e9 * self.factors.stream
         self.moved = OfAToken.of(shape, numbers).moved
-        self.passes = FEW if numbers.compiled or self.device.waits else MANY
-        self.launches = ON_CPU if self.device.waits else COMPILED if numbers.compiled else EAGER
+        family = "convgpt" if shape.fused else "simple" if shape.simple else ""
+        self.passes = FEW if numbers.compiled or self.device.waits else MANY[family]
+        self.launches = ON_CPU if self.device.waits else COMPILED if numbers.compiled else EAGER[family]
 
     def with_launches(self, work: float, operations: float) -> float:
         """Return the seconds of work and launches: only a GPU works while the next operations are launched."""
