@@ -372,11 +372,18 @@ def main() -> None:
             listed = Path(given.needs).read_text(encoding="utf-8") if given.needs else ""
         except (OSError, UnicodeError) as error:
             parser.error(f"--needs: {given.needs} cannot be read ({one_line(error)})")
+        if given.needs and "==" not in listed:
+            parser.error(f"--needs: {given.needs} has no line NAME==VERSION")
         print_needs(listed)
         return
     if not given.seconds > 0:
         parser.error(f"--seconds: {given.seconds:g} is not above 0")
-    given.out.mkdir(parents=True, exist_ok=True)
+    if given.block == "A" and given.steps:
+        parser.error("--steps: block A has --parts and --models")
+    try:
+        given.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {given.out} cannot be written ({one_line(error)})")
     if given.block == "A":
         results = block_a(given)
     else:

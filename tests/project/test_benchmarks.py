@@ -537,6 +537,18 @@ def test_a_decoded_token_takes_few_operations(rollout, tmp_path, monkeypatch, ca
     assert len(table) == 2 + len(rows) and len({line.count("|") for line in table}) == 1
 
 
+def test_where_figures_cannot_be_written_nothing_is_measured(rollout, tmp_path, monkeypatch, capsys):
+    kernels = loaded(FILE.parent / "kernel_counts.py")
+    for words, refused in (
+        (["--json", str(tmp_path / "none" / "x.json")], "x.json cannot be written"),
+        (["--tokens", "0"], "--tokens: at least 1"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["kernel_counts.py", *words])
+        with pytest.raises(SystemExit, match="2"):
+            kernels.main()
+        assert refused in capsys.readouterr().err
+
+
 def test_a_layer_of_convgpt_trains_with_few_kernels(rollout, tmp_path, monkeypatch):
     """In bfloat16, without casts that are undone: at most 95 of the 109 that it took, and 450 KB a token of the 802."""
     kernels = loaded(FILE.parent / "kernel_counts.py")

@@ -100,6 +100,19 @@ def test_a_block_without_time_is_refused(gpu, tmp_path, monkeypatch, capsys, sec
     assert not (tmp_path / "out").exists()
 
 
+def test_what_cannot_be_is_refused_in_a_line(gpu, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("no package\n")
+    for words, refused in (
+        (["A", "--steps", "x"], "--steps: block A has --parts and --models"),
+        (["A", "--out", str(tmp_path / "file")], "file cannot be written (FileExistsError"),
+        (["--needs", str(tmp_path / "file")], "file has no line NAME==VERSION"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+        with pytest.raises(SystemExit, match="2"):
+            gpu.main()
+        assert refused in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_block_that_measured_nothing_fails(gpu, blocks, tmp_path, monkeypatch, capsys):
     """Where no time was left for it, and where all of it failed; not where a part was measured."""
     ran, failed = {"step": "x", "code": 0, "seconds": 1.0, "limit": 9.0}, {"step": "x", "code": 1, "tail": "..."}
