@@ -76,7 +76,8 @@ class Tool:
         if isinstance(result, BaseException):
             return ToolAnswer(capped(f"Error: {type(result).__name__}: {error_text(result)}"), True)
         try:
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            text = None if isinstance(result, list) and not result else text_in(result)  # no results are no parts
+            text = json.dumps(result, ensure_ascii=False, default=str) if text is None else text
         except Exception as error:  # what a function returns may raise anything where it is written
             return ToolAnswer(f"Error: {self.name} returned neither a text nor JSON ({type(error).__name__}).", True)
         return ToolAnswer(capped(text), False)
@@ -146,6 +147,15 @@ def without_nothing(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: without_nothing(each) for key, each in value.items() if each is not None}
     return [without_nothing(each) for each in value] if isinstance(value, list) else value
+
+
+def text_in(content: Any) -> str | None:
+    """Return a content as a text: it may be a list of parts of type text. None for anything else."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(text for text in texts if text) if whole else None
 
 
 def capped(text: str) -> str:

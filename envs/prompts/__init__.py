@@ -19,9 +19,9 @@ from envs.prompts.agents import OUTPUT, AgentProgram, agent_of
 from envs.prompts.calls import Answered, TrainerState, call_rewards
 from envs.prompts.columns import columns_for, reply_of
 from envs.prompts.rewards import own_reward_of, reward_of, with_own_titles
-from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of, text_in
+from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of
 from envs.protocol import Message
-from envs.tools import environment_of, methods_of
+from envs.tools import environment_of, methods_of, text_in
 from envs.web import NoAnswer
 
 __all__ = ["AgentProgram", "Prompts", "TrainerState"]

@@ -14,7 +14,7 @@ from envs.base import SPLITS, split_by_hash
 from envs.hub_sets import EMBEDDED, all_rows, split_names
 from envs.in_time import error_text
 from envs.protocol import Message, template
-from envs.tools import without_nothing
+from envs.tools import text_in, without_nothing
 
 COLUMNS = ("prompt", "messages", "question", "problem", "instruction", "query", "input")  # that may hold the prompt
 SYSTEM = ("system", "system_prompt")  # columns that may hold the system message, as in phases 1 and 2
@@ -225,15 +225,6 @@ def _are_calls(calls: Any) -> bool:
     functions = [each.get("function") or each for each in calls if isinstance(each, Mapping)]
     names = [each.get("name") for each in functions if isinstance(each, Mapping)]
     return isinstance(calls, list) and len(names) == len(calls) and all(isinstance(name, str) for name in names)
-
-
-def text_in(content: Any) -> str | None:
-    """Return a content as a text: it may be a list of parts of type text. None for anything else."""
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else None
-    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-    whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-    return "".join(text for text in texts if text) if whole else None
 
 
 def filled(source: str, row: Mapping[str, Any], empty: bool = False) -> str:

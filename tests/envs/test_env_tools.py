@@ -62,6 +62,12 @@ def look(word: str, where: Literal["here", "there"] = "here") -> Any:
         return Unwritten()
     if word == "half":
         return "\ud800"
+    if word == "parts":
+        return [{"type": "text", "text": "It is "}, {"type": "text", "text": "5."}]
+    if word == "picture":
+        return [{"type": "text", "text": "It is"}, {"type": "image", "image": "x"}]
+    if word == "nothing":
+        return []
     if word == "loop":
         loop: list[Any] = []
         loop.append(loop)
@@ -226,6 +232,9 @@ TOOLS = [Tool(function, "here") for function in (add, look, wait)]
         ("look", {"word": "list"}, '{"found": ["list", "é"], "where": "here"}'),
         ("wait", {"forever": False}, "done"),
         ("look", {"word": "half"}, "?"),
+        ("look", {"word": "parts"}, "It is 5."),
+        ("look", {"word": "picture"}, '[{"type": "text", "text": "It is"}, {"type": "image", "image": "x"}]'),
+        ("look", {"word": "nothing"}, "[]"),
     ],
 )
 def test_results_are_texts(name: str, arguments: dict[str, Any], text: str) -> None:
