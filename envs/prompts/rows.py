@@ -13,6 +13,7 @@ import numpy as np
 from envs.base import SPLITS, split_by_hash
 from envs.hub_sets import EMBEDDED, all_rows, split_names
 from envs.in_time import error_text
+from envs.local_rows import ROLE_NAMES
 from envs.protocol import Message, template
 from envs.tools import text_in, without_nothing
 
@@ -208,15 +209,17 @@ def _messages(value: Any, column: str) -> list[Message]:
 
 
 def _message(given: Any) -> Message | None:
-    """Return a message as templates expect it; None where it is not one."""
-    if not isinstance(given, Mapping) or given.get("role") not in ROLES:
+    """Return a message as templates expect it, roles by the names of phases 1 and 2; None where it is not one."""
+    role: Any = given.get("role") if isinstance(given, Mapping) else None
+    role = ROLE_NAMES.get(role, role) if isinstance(role, str) else None
+    if role not in ROLES:
         return None
     calls = given.get("tool_calls") or ([given["function_call"]] if given.get("function_call") else [])
     content = "" if calls and given.get("content") is None else text_in(given.get("content"))
-    if content is None or (calls and (given["role"] != "assistant" or not _are_calls(calls))):
+    if content is None or (calls and (role != "assistant" or not _are_calls(calls))):
         return None
-    message = {"role": str(given["role"]), "content": content}
-    if given["role"] == "tool":
+    message = {"role": role, "content": content}
+    if role == "tool":
         message |= {key: given[key] for key in ("name", "tool_call_id") if isinstance(given.get(key), str)}
     return message | ({"tool_calls": without_nothing(calls)} if calls else {})
 

@@ -622,6 +622,22 @@ def test_calls_and_parts_in_a_prompt_are_kept(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("given", "read"), [("developer", "system"), ("human", "user"), ("gpt", "assistant")])
+def test_other_names_of_roles_are_those_of_phases_1_and_2(tmp_path: Path, given: str, read: str) -> None:
+    rows = [{"prompt": [{"role": given, "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}]
+    env = make("prompts", path=write(tmp_path / "rows.jsonl", rows * 3))
+    assert answer(env).messages == [{"role": read, "content": "a"}, {"role": "user", "content": "b"}]
+
+
+def test_a_message_of_a_developer_does_not_count_for_the_split(tmp_path: Path) -> None:
+    own = [[{"role": "user", "content": f"Is {n} odd?"}] for n in range(40)]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in own])
+    said = [{"role": "developer", "content": "Be brief."}]
+    other = write(tmp_path / "other.jsonl", [{"prompt": said + prompt} for prompt in own])
+    plain, led = (table_of(Rows(each, None, None, None, None, None)) for each in (path, other))
+    assert set(plain.splits) == {"train", "validation", "test"} and led.splits == plain.splits
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -632,6 +648,8 @@ def test_calls_and_parts_in_a_prompt_are_kept(tmp_path: Path) -> None:
         {"role": "user", "content": [{"type": "image", "image": "x"}]},
         {"role": "user", "content": [{"type": "text"}]},
         {"content": "a"},
+        {"role": "critic", "content": "a"},
+        {"role": ["user"], "content": "a"},
         "a",
     ],
 )
