@@ -17,9 +17,9 @@ from envs.base import DRAWS, SPLITS, LateReward, TextEnv, known
 from envs.hub_sets import EMBEDDED
 from envs.prompts.agents import OUTPUT, AgentProgram, agent_of
 from envs.prompts.calls import Answered, TrainerState, call_rewards
-from envs.prompts.columns import columns_for, reply_of
+from envs.prompts.columns import columns_for, columns_read_by, reply_of
 from envs.prompts.rewards import own_reward_of, reward_of, with_own_titles
-from envs.prompts.rows import Conversation, Rows, Table, conversation_of, table_of
+from envs.prompts.rows import EVERY_COLUMN, Conversation, Rows, Table, conversation_of, table_of
 from envs.protocol import Message
 from envs.tools import environment_of, methods_of, text_in
 from envs.web import NoAnswer
@@ -87,7 +87,9 @@ class Prompts(TextEnv):
 
     A data set with the splits train, validation and test keeps them; where one is missing, it is held out of train by
     hash of the row's prompt, whatever the system message; with `template`, of the column `prompt`, or else of the
-    columns that the template uses. `info["rewards"]` holds what each function gave.
+    columns that the template uses. Two rows with the same prompt are one level. With `environment` the columns that its
+    reset takes count as well, in both, and with `agent` all columns; a row may then be without a prompt, which is an
+    empty user message. `info["rewards"]` holds what each function gave.
     """
 
     name = "prompts"
@@ -133,13 +135,13 @@ class Prompts(TextEnv):
         self.trainer_state = TrainerState(1, 1)  # outside of training that of its end
         self.completion_ids: list[int] | None = None  # the tokens after the prompt, where a model of this process wrote
         self.on_error, self.timeout, self.success_at = known("on_error", on_error, ON_ERROR), timeout, success
-        self.config = Rows(path, config, rows, prompt, template, system)
+        reads = EVERY_COLUMN if agent is not None else columns_read_by(self.environment.reset) if environment else None
+        self.config = Rows(path, config, rows, prompt, template, system, reads)
         self.table: Table = table_of(self.config)  # what cannot be read is said at once
         train, validation, test = (len(self.table.numbers[split]) for split in SPLITS)
         self.more_levels = (
-            f"Of its rows {train:,} are for training, {validation:,} for validation and {test:,} for the test. Add rows"
-            " for training: a tenth of them is for validation and a tenth for the test, where the source has no such"
-            " split of its own."
+            f"Of its rows {train:,} are for training, {validation:,} for validation and {test:,} for the test."
+            f" {self._remedy()}"
         )
         self.reply = None if reply is None else reply_of(reply, self.table.columns)
         self.reset_columns: tuple[str, ...] = ()
@@ -161,6 +163,20 @@ class Prompts(TextEnv):
         if self.agent:
             self.agent.words(self.table.rows[0])  # a template that cannot be filled is said at once
         self.max_turns = (turns or 4) if self.reply else self.agent.turns if self.agent else self.table.most_turns
+
+    def _remedy(self) -> str:
+        """Return what to do where a split has no rows."""
+        if not self.table.alike:
+            return (
+                "Add rows for training: a tenth of them is for validation and a tenth for the test, where the source"
+                " has no such split of its own."
+            )
+        read = " and the same values of what reset reads" if self.make_environment else " and the same other columns"
+        return (
+            f"The {self.table.alike:,} rows that are to be divided all have the same prompt"
+            f"{read if self.config.reads is not None else ''}, so they are in one split: write rows that differ, or a"
+            " file for each split."
+        )
 
     @classmethod
     def draw(cls, config: Rows, rng: np.random.Generator) -> Iterator[PromptLevel]:

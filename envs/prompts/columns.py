@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from envs.by_path import by_path
+from envs.prompts.rows import EVERY_COLUMN
 
 
 class UserReply(NamedTuple):
@@ -32,6 +33,17 @@ def reply_of(path: str, columns: Sequence[str]) -> UserReply:
     if not callable(function):
         raise ValueError(f"prompts: reply={path} is not a function.")
     return UserReply(function, columns_for(function, f"reply={path}", columns, ["messages"]))
+
+
+def columns_read_by(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the columns that a method may be given, whichever the rows have; EVERY_COLUMN where it takes all."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of a function in C
+        return EVERY_COLUMN
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return EVERY_COLUMN
+    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY))
 
 
 def columns_for(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,10 +24,16 @@ SYSTEM = ("system", "system_prompt")  # columns that may hold the system message
 HOMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 N_EMBEDDED = 4000
 ROLES = ("system", "user", "assistant", "tool")
+EVERY_COLUMN = ("*",)  # may be read
+ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, such as a picture: another in each process
 
 
 class Rows(NamedTuple):
-    """Which rows are read, and how a prompt is made: Rows("gsm8k.jsonl", None, None, "question", None, None)."""
+    """Which rows are read, and how a prompt is made: Rows("gsm8k.jsonl", None, None, "question", None, None).
+
+    reads: the columns that an environment or a program reads beside the prompt, which tell its levels apart; None where
+    there is neither: the prompt alone is the level.
+    """
 
     path: str
     config: str | None
@@ -33,6 +41,7 @@ class Rows(NamedTuple):
     prompt: str | None
     template: str | None
     system: str | None
+    reads: tuple[str, ...] | None = None
 
 
 class Conversation(NamedTuple):
@@ -40,23 +49,31 @@ class Conversation(NamedTuple):
     to reward functions: a text, or messages.
 
     source: the columns of the row that a template was filled with, as a text; None without a template.
+    rest: a digest of the other columns that `Rows.reads` names, empty where there are none; None where that is None.
     """
 
     prompt: list[Message]
     later: list[str]
     given: str | list[Message]
     source: str | None = None
+    rest: str | None = None
 
     @property
     def key(self) -> str:
-        """What decides whether two rows have the same prompt."""
-        return self._words(self.prompt)
+        """What decides whether two rows are the same level: the prompt, and what else of the row is read."""
+        more = [] if self.rest is None else [self.source, self.rest]
+        return "\n".join([self._words(self.prompt), *filter(None, more)])
+
+    @property
+    def divided_by(self) -> str:
+        """What decides the split: a row stays in it under another system message or template."""
+        own = [message for message in self.prompt if message["role"] != "system"]
+        return "\n".join([self._words(own) if self.source is None else self.source, *filter(None, [self.rest])])
 
     @property
     def split(self) -> str:
-        """Which split a row belongs to, by its own prompt: it stays there under another system message or template."""
-        own = [message for message in self.prompt if message["role"] != "system"]
-        return split_by_hash(self._words(own) if self.source is None else self.source)
+        """Which split a row belongs to."""
+        return split_by_hash(self.divided_by)
 
     def _words(self, messages: Sequence[Message]) -> str:
         calls = [json.dumps(each["tool_calls"], default=str) for each in messages if "tool_calls" in each]
@@ -65,7 +82,10 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a source, the text of each prompt, the split that each belongs to, and the numbers of each split."""
+    """The rows of a source, the key of each level, the split that each belongs to, and the numbers of each split.
+
+    alike: how many rows are divided into splits, where all of them are in one as they do not differ; else 0.
+    """
 
     rows: list[dict[str, Any]]
     keys: list[str]
@@ -73,6 +93,7 @@ class Table:
     numbers: dict[str, list[int]]
     columns: list[str]
     most_turns: int
+    alike: int
 
 
 @lru_cache(maxsize=64)  # sections of a run, each of which opens an environment for every episode
@@ -89,6 +110,7 @@ def table_of(source: Rows) -> Table:
     numbers: dict[str, list[int]] = {split: [] for split in SPLITS}
     for number, split in enumerate(splits):
         numbers[split].append(number)
+    divided = [each.divided_by for home, each in zip(homes, conversations, strict=True) if home == "train"]
     return Table(
         rows,
         [each.key for each in conversations],
@@ -96,6 +118,7 @@ def table_of(source: Rows) -> Table:
         numbers,
         list(dict.fromkeys(column for row in rows for column in row)),
         max(1 + len(each.later) for each in conversations),
+        len(divided) if len(divided) > 1 and len(set(divided)) == 1 else 0,
     )
 
 
@@ -158,19 +181,25 @@ def _conversation(row: Mapping[str, Any], source: Rows) -> Conversation:
     system: list[Message] = [] if said is None else [{"role": "system", "content": said}]
     if source.template is not None:
         text = filled(source.template, row)
-        return Conversation([*system, {"role": "user", "content": text}], [], text, _source(source, row))
+        names = _filling(source, row)
+        prompt: list[Message] = [*system, {"role": "user", "content": text}]
+        return Conversation(prompt, [], text, _source(row, names), _rest(source, row, names))
     there = [name for name in COLUMNS if row.get(name) is not None]
     column = source.prompt or next((name for name in there if row[name] not in ("", [])), there[0] if there else None)
+    optional = source.reads is not None and source.prompt is None  # TRL needs no prompt beside an environment
+    if optional and (column is None or not _may_be_prompt(row[column])):
+        empty: list[Message] = [*system, {"role": "user", "content": ""}]
+        return Conversation(empty, [], list(empty), rest=_rest(source, row, []))
     if column is None or column not in row:
         named = f'no column "{column}"' if column else f"none of the columns {', '.join(COLUMNS)}"
         raise ValueError(
             f"it has {named}, only {', '.join(row)}. Name the column of the prompt, e.g. prompt: question."
         )
-    value = row[column]
+    value, rest = row[column], _rest(source, row, [column])
     if isinstance(value, str) and value.strip():
         if column == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():
             value = f"{value}\n\n{row['input']}"  # as Alpaca's rows are read everywhere
-        return Conversation([*system, {"role": "user", "content": value}], [], value)
+        return Conversation([*system, {"role": "user", "content": value}], [], value, rest=rest)
     messages = _messages(value, column)
     later: list[str] = []
     if column == "messages":  # a whole dialogue: its answers are written anew, its user messages follow them
@@ -181,15 +210,36 @@ def _conversation(row: Mapping[str, Any], source: Rows) -> Conversation:
         raise ValueError(f"the last message of {column} is not a user's, so there is nothing to answer.")
     if system and messages[0]["role"] == "system":
         messages = messages[1:]
-    return Conversation([*system, *messages], later, [*system, *messages])
+    return Conversation([*system, *messages], later, [*system, *messages], rest=rest)
 
 
-def _source(source: Rows, row: Mapping[str, Any]) -> str:
-    """Return the column `prompt`, or else the columns that the template uses, as a text."""
+def _may_be_prompt(value: Any) -> bool:
+    """Return whether a value is a text or a list, not a number or the like that an environment reads."""
+    return bool(value.strip()) if isinstance(value, str) else isinstance(value, list)
+
+
+def _rest(source: Rows, row: Mapping[str, Any], used: Sequence[str]) -> str | None:
+    """Return what `Conversation.rest` says. used: the columns that the prompt is made of."""
+    if source.reads is None:
+        return None
+    names = [name for name in row if source.reads == EVERY_COLUMN or name in source.reads]
+    read = without_nothing({name: row[name] for name in names if name not in (*used, *SYSTEM)})
+    if not read:
+        return ""
+    text = json.dumps(read, sort_keys=True, default=lambda value: ADDRESS.sub("", str(value)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _filling(source: Rows, row: Mapping[str, Any]) -> list[str]:
+    """Return the column `prompt`, or else the columns that the template uses."""
     assert source.template is not None
-    names = [source.prompt] if source.prompt else sorted(_used(source.template).intersection(row))
     if source.prompt and source.prompt not in row:
         raise ValueError(f'it has no column "{source.prompt}", only {", ".join(row)}.')
+    return [source.prompt] if source.prompt else sorted(_used(source.template).intersection(row))
+
+
+def _source(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return columns as a text."""
     values = [row[name] if isinstance(row[name], str) else json.dumps(row[name], default=str) for name in names]
     return "\n".join(values).encode("utf-8", "replace").decode()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from envs import make
 from envs.prompts import Prompts
 from envs.prompts.rewards import Reward
-from envs.prompts.rows import Conversation, Rows, conversation_of, read_rows, splits_of
+from envs.prompts.rows import EVERY_COLUMN, Conversation, Rows, conversation_of, read_rows, splits_of
 from posttrain.types import UserError
 
 SPLITS = {"train": "training", "validation": "validation", "test": "the test"}
@@ -35,7 +35,12 @@ def own_prompts(path: str, options: Mapping[str, Any]) -> OwnPrompts:
         env, problem = make("prompts", path=path, **options), ""
     except ValueError as error:
         env, problem = None, str(error)
-    source = Rows(path, *(options.get(name) for name in Rows._fields[1:]))
+    if isinstance(env, Prompts):
+        source = env.config
+    else:
+        played = options.get("environment") or options.get("agent")
+        source = Rows(path, *(options.get(name) for name in Rows._fields[1:]))
+        source = source._replace(reads=EVERY_COLUMN if played else None)
     try:
         rows, homes = read_rows(source)
     except ValueError as error:

@@ -69,6 +69,23 @@ def test_messages_of_several_turns(folder: Path, capsys: pytest.CaptureFixture[s
     assert "user\na?<|im_end|>\n<|im_start|>assistant\nthen, after each answer, the user: c?\n" in said
 
 
+def test_rows_of_a_program_or_an_environment_are_levels_without_a_prompt(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "game_of_rows.py").write_text(
+        "class Game:\n    def reset(self, seed): return str(seed)\n    def get_reward(self): return 1.0\n"
+    )
+    rows = [{"seed": number % 30, "id": number} for number in range(60)]
+    said = shown(rows, folder, capsys, "agent=[python]", "rewards=[length]")
+    assert "rows of rows.jsonl: 60; unusable: 0; repeated prompts: 0; " in said and " 0 for" not in said
+    said = shown(rows, folder, capsys, "environment=game_of_rows:Game")
+    assert "rows of rows.jsonl: 60; unusable: 0; repeated prompts: 30; " in said
+    assert "  row 31 repeats the prompt of row 1 with another id\n" in said
+    with pytest.raises(UserError, match="row 2 of path"):
+        shown([rows[0], {"messages": [1]}], folder, capsys, "agent=[python]", "rewards=[length]", "system=a")
+    assert "rows of rows.jsonl: 2; unusable: 1;" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

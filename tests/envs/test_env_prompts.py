@@ -18,7 +18,7 @@ from envs.episode import Episode
 from envs.hostile import meet_hostile_text
 from envs.promises import Subject
 from envs.prompts import TrainerState, rows as rows_module
-from envs.prompts.rows import Rows, conversation_of, table_of
+from envs.prompts.rows import EVERY_COLUMN, Rows, conversation_of, table_of
 from envs.protocol import Protocol
 from envs.web import NoAnswer
 
@@ -510,6 +510,132 @@ def test_rows_stay_in_their_split_whatever_the_words_around_them(tmp_path: Path,
         for given in ({}, options)
     )
     assert set(plain.splits) == {"train", "validation", "test"} and other.splits == plain.splits
+
+
+def rows_of(path: str, **options: Any) -> Rows:
+    return Rows(path, None, None, *(options.get(name) for name in ("prompt", "template", "system")))
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "splits", "key"),
+    [
+        (
+            lambda n: {"question": f"What is {n} + 1?", "answer": str(n + 1)},
+            {},
+            ".tvt...........tt...t..t",
+            "What is 0 + 1?",
+        ),
+        (lambda n: {"instruction": "Add 1.", "input": str(n), "id": n}, {}, ".............t..v.....tt", "Add 1.\n\n0"),
+        (
+            lambda n: {
+                "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Is {n} odd?"}],
+                "id": n,
+            },
+            {},
+            "v....t...v.t.....t......",
+            "Be brief.\nIs 0 odd?",
+        ),
+        (
+            lambda n: {
+                "messages": [
+                    {"role": "user", "content": f"{n}?"},
+                    {"role": "assistant", "content": "x"},
+                    {"role": "user", "content": "Sure?"},
+                ]
+            },
+            {},
+            "........v...............",
+            "0?\nSure?",
+        ),
+        (
+            lambda n: {"question": f"{n}?", "hint": n, "answer": "1"},
+            {"template": "{{ question }} {{ hint }}"},
+            "..t.....tt.t....t....tt.",
+            "0? 0",
+        ),
+        (
+            lambda n: {"seed": n, "answer": "1"},
+            {"prompt": "seed", "template": "Play."},
+            "vt......v...t..........t",
+            "Play.",
+        ),
+    ],
+)  # fmt: skip
+def test_splits_and_keys_of_prompts_stay_what_they_were(
+    tmp_path: Path, row: Callable[[int], dict[str, Any]], options: dict[str, Any], splits: str, key: str
+) -> None:
+    """Results of former runs are about these rows. `.` is train, v validation, t the test."""
+    path = write(tmp_path / "rows.jsonl", [row(n) for n in range(24)])
+    env: Any = make("prompts", path=path, rewards=["length"], **options)
+    for table in (table_of(rows_of(path, **options)), env.table):
+        assert "".join("." if split == "train" else split[0] for split in table.splits) == splits
+        assert table.keys[0] == key
+
+
+def test_rows_of_one_prompt_are_told_where_a_split_has_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "Play.", "answer": str(n)} for n in range(200)])
+    with pytest.raises(NoLevel, match="200 rows that are to be divided all have the same prompt, so they are in one"):
+        for split in ("train", "validation", "test"):
+            make("prompts", path=path).reset(seed=1, options={"split": split})
+    with pytest.raises(NoLevel, match="Add rows for training"):
+        for split in ("train", "validation", "test"):
+            make("prompts", path=write(tmp_path / "one.jsonl", [{"question": "Play.", "answer": "1"}])).reset(
+                seed=1, options={"split": split}
+            )
+
+
+REPOSITORIES = [{"task": "Make the tests pass.", "repo": f"r{n}"} for n in range(300)]
+
+
+def test_tasks_of_a_program_with_one_prompt_are_levels_of_their_own(tmp_path: Path) -> None:
+    """The program reads the row in its command and on stdin."""
+    for name, command in (("a", ["python", "agent.py", "{{ repo }}"]), ("b", ["python", "agent.py"])):
+        path = write(tmp_path / f"{name}.jsonl", REPOSITORIES)
+        env: Any = make("prompts", path=path, prompt="task", agent=command, rewards=["length"])
+        assert len(set(env.table.keys)) == 300
+        assert all(20 < env.table.splits.count(split) < 45 for split in ("validation", "test"))
+        env.reset(seed=1)
+        assert env.level_key() == env.table.keys[env.level.number] and env.level_key().startswith("Make the tests")
+        with pytest.raises(ValueError, match="none of the columns prompt"):
+            make("prompts", path=path, rewards=["length"])
+
+
+def test_what_is_no_json_makes_the_same_level_in_each_process() -> None:
+    first, second, third = (
+        conversation_of({"prompt": "a", "seen": seen}, Rows("", None, None, None, None, None, EVERY_COLUMN))
+        for seen in (object(), object(), b"other")
+    )
+    assert first.key == second.key != third.key
+
+
+def test_a_program_needs_no_prompt(tmp_path: Path) -> None:
+    for row in ({"repo": "r"}, {"repo": "r", "prompt": None}, {"repo": "r", "prompt": ""}):
+        path = write(tmp_path / f"{len(str(row))}.jsonl", [row | {"number": n} for n in range(60)])
+        env: Any = make("prompts", path=path, agent=["python", "{{ repo }}"], rewards=["length"])
+        env.reset(seed=1)
+        assert env.messages() == [{"role": "user", "content": ""}] and len(set(env.table.keys)) == 60
+    with pytest.raises(ValueError, match='no column "task", only repo'):
+        make("prompts", path=path, prompt="task", agent=["python"], rewards=["length"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"system": "Be brief."},
+        {"template": "{{ question }}"},
+        {"template": "{{ question }} {{ hint }}", "prompt": "question"},
+    ],
+)
+def test_tasks_of_a_program_stay_in_their_split_whatever_the_words_around_them(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    rows = [{"question": "Do it.", "hint": str(n), "system": f"You are {n % 7}."} for n in range(60)]
+    path = write(tmp_path / "rows.jsonl", [{**row, "number": n} for n, row in enumerate(rows)])
+    agent: Any = {"agent": ["python"], "rewards": ["length"]}
+    plain: Any
+    other: Any
+    plain, other = (make("prompts", path=path, **agent, **given) for given in ({}, options))
+    assert set(plain.table.splits) == {"train", "validation", "test"} and other.table.splits == plain.table.splits
 
 
 def test_a_question_under_two_system_messages_is_in_one_split(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import envs
-from envs.base import LateReward, TextEnv
+from envs.adapters.trl import environment, rows
+from envs.base import LateReward, NoLevel, TextEnv
 from envs.episode import Episode
 from envs.protocol import Protocol
 from envs.tools import Call
@@ -226,6 +227,74 @@ def test_what_reset_says(tmp_path: Path) -> None:
     assert parts.messages[-1]["content"].endswith(". Count to 3.")
     with pytest.raises(ValueError, match="reset returned 5"):
         Episode(opened(tmp_path, "Odd", rewards=["length"]), Protocol(), 1, "train")
+
+
+Lake = environment("frozen_lake", size=4)
+
+
+def saved(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_levels_of_this_project_for_trl_are_levels_here_as_well(tmp_path: Path) -> None:
+    """All of their rows have one prompt: what is played stands in other columns."""
+    path = saved(tmp_path / "lake.jsonl", [dict(row) for row in rows("frozen_lake", 200)])
+    env: Any = envs.make("prompts", path=path, environment=f"{__name__}:Lake")
+    assert len(set(env.table.keys)) == 200
+    assert all(len(numbers) > 10 for numbers in env.table.numbers.values())
+    drawn = {split: [Episode(env, Protocol(), seed, split) for seed in range(9)] for split in env.table.numbers}
+    assert all(len({episode.level_key for episode in episodes}) > 3 for episodes in drawn.values())
+    assert "calls of act" in drawn["test"][0].messages[-1]["content"]
+
+
+def test_the_splits_of_a_folder_have_as_many_levels_as_rows(tmp_path: Path) -> None:
+    for number, split in enumerate(("train", "validation", "test")):
+        found = rows("frozen_lake", 30, split, first=100 * number)
+        saved(tmp_path / f"{split}.jsonl", [dict(row) for row in found])
+    env: Any = envs.make("prompts", path=str(tmp_path), environment=f"{__name__}:Lake")
+    assert [len(env.table.numbers[split]) for split in ("train", "validation", "test")] == [30, 30, 30]
+    assert len(set(env.table.keys)) == 90
+
+
+def test_a_template_beside_an_environment_leaves_its_rows_apart(tmp_path: Path) -> None:
+    path = saved(tmp_path / "seeds.jsonl", [{"seed": n} for n in range(60)])
+    options = {"path": path, "environment": f"{__name__}:Lake"}
+    env: Any = envs.make("prompts", prompt="seed", template="Play the game.", **options)
+    assert len(set(env.table.keys)) == 60 and set(env.table.splits) == {"train", "validation", "test"}
+
+
+def test_an_environment_needs_no_prompt(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": ""}]  # as TRL fills it in where there is no data set
+    given: list[dict[str, Any]] = [{}, {"prompt": None}, {"prompt": ""}, {"prompt": asked}, {"problem": 3}]
+    for number, row in enumerate(given):
+        path = saved(tmp_path / f"{number}.jsonl", [row | {"target": n} for n in range(60)])
+        env: Any = envs.make("prompts", path=path, environment=f"{__name__}:Judge")
+        episode = Episode(env, Protocol(), 1, "train")
+        assert episode.messages == [{"role": "user", "content": f" Count to {env.row['target']}."}]
+        assert len(set(env.table.keys)) == 60 and set(env.table.splits) == {"train", "validation", "test"}
+    path = saved(tmp_path / "led.jsonl", [{"system": "Be brief.", "target": n} for n in range(60)])
+    led = Episode(envs.make("prompts", path=path, environment=f"{__name__}:Judge"), Protocol(), 1, "train")
+    assert [message["role"] for message in led.messages] == ["system", "user"]
+
+
+def test_what_reset_does_not_read_makes_no_level(tmp_path: Path) -> None:
+    path = saved(tmp_path / "rows.jsonl", [{"target": n % 30, "id": n} for n in range(60)])
+    made: list[Any] = [
+        envs.make("prompts", path=path, environment=f"{__name__}:{kind}", rewards=["length"])
+        for kind in ("Narrow", "Judge")
+    ]
+    narrow, wide = (env.table for env in made)
+    assert len(set(narrow.keys)) == 30 and narrow.splits[:30] == narrow.splits[30:]
+    assert len(set(wide.keys)) == 60
+
+
+def test_rows_that_are_one_level_are_told_where_a_split_has_none(tmp_path: Path) -> None:
+    path = saved(tmp_path / "rows.jsonl", [{"prompt": "Count.", "target": 3, "id": n} for n in range(60)])
+    env = envs.make("prompts", path=path, environment=f"{__name__}:Narrow", rewards=["length"])
+    with pytest.raises(NoLevel, match=r"The 60 rows .* have the same prompt and the same values of what reset reads"):
+        for split in ("train", "test"):
+            env.reset(seed=1, options={"split": split})
 
 
 @pytest.mark.parametrize(
