@@ -148,7 +148,7 @@ def option(text: str) -> tuple[str, Any]:
 
 def _as_list(option: str, text: str) -> str:
     """Return how to write a list, for an option that was given a text: topics=logic or topics=[logic]."""
-    words = json.dumps(re.findall(r"[^\s,\[\]'\"]+", text))
+    words = json.dumps(re.findall(r"[^\s,\[\]'\"]+", text), ensure_ascii=False)  # YAML joins no pair of escapes
     return f" Write a list, here {option}={words}, in a shell with single quotes around it."
 
 

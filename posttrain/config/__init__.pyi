@@ -44,4 +44,4 @@ from .starpo import (
     TrainingEnvSection as TrainingEnvSection,
 )
 from .suites import FormerSuites as FormerSuites, Suite as Suite
-from .yaml_file import parse_yaml as parse_yaml, read_yaml as read_yaml
+from .yaml_file import parse_yaml as parse_yaml, read_yaml as read_yaml, yaml_value as yaml_value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import typing
 from pathlib import Path
@@ -11,6 +12,8 @@ import yaml
 
 from posttrain.files import read_text
 from posttrain.types import UserError
+
+NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -59,6 +62,15 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:
         raise ValueError("its brackets or lines are nested too deep") from None
+
+
+def yaml_value(value: Any) -> str:
+    """Return a value on one line of JSON, which `parse_yaml` reads back.
+
+    Characters beyond U+FFFF stay as they are: YAML does not join the two escapes that JSON has for one. Characters that
+    YAML refuses, or takes for the end of a line, are escaped.
+    """
+    return NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

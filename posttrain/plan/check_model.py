@@ -18,7 +18,18 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from posttrain.config import DPO_KINDS, DPORun, ModelSection, SFTRun, StarPORun, find_config, read_yaml, resolve, run
+from posttrain.config import (
+    DPO_KINDS,
+    DPORun,
+    ModelSection,
+    SFTRun,
+    StarPORun,
+    find_config,
+    read_yaml,
+    resolve,
+    run,
+    yaml_value,
+)
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -390,7 +401,7 @@ def main(argv: list[str] | None = None) -> None:
         "--config", default="configs/phase3_starpo.yaml", help="of phase 1, 2 or 3 (default: %(default)s)"
     )
     options = parser.parse_intermixed_args(argv)
-    fixed = ["device=auto", f"model.name_or_path={json.dumps(options.name)}"]
+    fixed = ["device=auto", f"model.name_or_path={yaml_value(options.name)}"]
     cfg: Any = resolve(schema_of(options.config), options.config, [*fixed, *options.overrides])
 
     from transformers.utils import logging

@@ -18,7 +18,7 @@ from envs.episode import Episode
 from envs.process_state import keep_process_state
 from envs.prompts import Prompts, TrainerState
 from posttrain import models, plan
-from posttrain.config import ChatRun, EnvSection, StarPORun, TrainingEnvSection, command
+from posttrain.config import ChatRun, EnvSection, StarPORun, TrainingEnvSection, command, yaml_value
 from posttrain.models import Chat, model_card
 from posttrain.plan import check_run, head_agrees, without_noise
 from posttrain.rollout import PROGRAM_CRASHED, Context, Sampler, most_turns, new_episode, open_env, play
@@ -375,7 +375,7 @@ def play_command(cfg: StarPORun, final: Path) -> str:
         if (value := getattr(rollout, key)) != ChatRun.model_fields[key].default:
             changes[key] = value
     values = {
-        key: value if re.fullmatch(r"[\w./:-]+", str(value)) else json.dumps(value) for key, value in changes.items()
+        key: value if re.fullmatch(r"[\w./:-]+", str(value)) else yaml_value(value) for key, value in changes.items()
     }
     words = [f"{key}={value}" for key, value in values.items()]
     return f"{command('inference_with_improved_settings')} {shlex.join(words)} --play {shlex.quote(env.title)}"

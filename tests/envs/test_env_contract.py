@@ -621,6 +621,7 @@ def test_check_shows_an_episode_the_players_and_the_levels(name, capsys):
         (["countdown", "max_number=3000000000", "max_target=3000000000"], "max_target from 10 to 999999"),
         (["lean", "topics=logic"], 'it should be a valid list. Write a list, here topics=["logic"]'),
         (["lean", "topics=logic, lists"], 'here topics=["logic", "lists"]'),
+        (["lean", "topics=\N{ROCKET}"], 'here topics=["\N{ROCKET}"]'),  # a config file reads no pair of escapes
         (["lean", "topics=7"], "topics=7: it should be a valid list.\n"),
         pytest.param(
             ["frozen_lake", "frozen=1", "--episodes", "3"],

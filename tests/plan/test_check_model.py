@@ -274,6 +274,7 @@ def test_code_of_its_own_and_damage_are_told(tmp_path: Path) -> None:
     [
         (["{folder}"], 0, "It can be trained like this."),
         (["{folder}", "rollout.engine=slots", "--config", "{file}"], 0, "kept across turns"),
+        (["{emoji}"], 0, "\N{ROCKET}, with the settings of"),
         (["{folder}", "chat.template={plain}"], 1, "It cannot be trained like this: 1 of these does not work."),
         (["{folder}/nowhere"], 2, "does not exist"),
         (["{folder}", "rollout.slot=3"], 2, "did you mean"),
@@ -284,7 +285,9 @@ def test_code_of_its_own_and_damage_are_told(tmp_path: Path) -> None:
 def test_exit_codes(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     folder = model_families.write(tmp_path / "model", "llama")
-    places = {"folder": folder, "file": FILE, "plain": tmp_path / "plain.jinja"}
+    emoji = tmp_path / "\N{ROCKET}"
+    emoji.symlink_to(folder)
+    places = {"folder": folder, "emoji": emoji, "file": FILE, "plain": tmp_path / "plain.jinja"}
     done = called(check_model.main, *(word.format_map(places) for word in arguments))
     assert done.returncode == code and words in (done.stdout + done.stderr), done.stdout + done.stderr
     assert "Traceback" not in done.stderr

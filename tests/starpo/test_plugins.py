@@ -306,6 +306,28 @@ def test_the_next_command_plays_as_the_run_did(tmp_path: Path) -> None:
     assert (chat.max_completion_length, chat.context) == (run.rollout.max_completion_length, run.rollout.context)
 
 
+def test_the_next_command_keeps_every_character(tmp_path: Path) -> None:
+    """YAML does not join the two escapes of an emoji, and refuses or folds others that JSON leaves as they are."""
+    from posttrain.config import ChatRun, resolve
+
+    text = "\N{GRINNING FACE} é \x1b \x7f \x85 \x9b \u2028 \ufffe \uffff \\ud83d \\ \" ' \n"
+    run = StarPORun.model_validate(
+        {
+            "output_dir": "a",
+            "model": {"name_or_path": "x"},
+            "envs": [{"name": "frozen_lake", "label": "\N{ROCKET}"}],
+            "protocol": {"system": text},
+        }
+    )
+    command = play_command(run, Path("\N{ROCKET}/final"))
+    assert command.isprintable() and "\N{GRINNING FACE} é" in command
+    file = tmp_path / "chat.yaml"
+    file.write_text("{}")
+    chat = resolve(ChatRun, file, shlex.split(command)[2:-2])
+    assert (chat.model.name_or_path, chat.protocol.system) == ("\N{ROCKET}/final", text)
+    assert chat.envs[0].label == run.envs[0].label
+
+
 def test_a_template_that_fails_in_every_episode_is_what_is_to_be_corrected() -> None:
     failed = new_episode(EnvSection(name="countdown"), ProtocolSection(system="{{ actions[0] }}"), 0, "train")
     assert isinstance(failed, Trajectory)
