@@ -160,7 +160,7 @@ def rollout(
 ) -> list[list[Trajectory]]:  # fmt: skip
     """Play all groups of a step, with all processes; samples of a group share the level and nothing else.
 
-    Further groups are played while too few have episodes of different rewards, up to `rollout.refill`.
+    Further groups are played, up to `rollout.refill`, while too few have different rewards and an episode to train on.
 
     Args:
         state: decides about environments (`envs.after`) and levels (`envs.difficulty`).
@@ -168,7 +168,7 @@ def rollout(
     """
     wanted, most = cfg.rollout.groups, cfg.rollout.groups + cfg.rollout.refill
     groups: list[list[Trajectory]] = []
-    while missing := min(wanted - sum(map(starpo.differs, groups)), most - len(groups)):
+    while missing := min(wanted - sum(starpo.teaches(cfg, group) for group in groups), most - len(groups)):
         numbers = range(len(groups), len(groups) + missing)
         if worker:
             worker.update_model_version(step - 1)
@@ -191,16 +191,13 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
 
     learner: measures entropies, where the filter's metric is made of them.
     """
-    algorithm, chosen, filters = cfg.algorithm, cfg.algorithm.filter, starpo.filters
+    chosen, filters = cfg.algorithm.filter, starpo.filters
     values_B, group_B = filters.measured(groups)
     if chosen.metric.startswith("entropy"):
         assert learner is not None
         values_B["entropy"] = learner.mean_entropies([t for group in groups for t in group if not t.crashed])
     members = [[not t.crashed and t.tokens > 0 for t in group] for group in groups]
-    trains = [
-        [on and not (algorithm.mask_truncated_completions and t.truncated) for on, t in zip(*both, strict=True)]
-        for both in zip(members, groups, strict=True)
-    ]
+    trains = [[starpo.trained_on(cfg, t) for t in group] for group in groups]
     names = sorted({group[0].env for group in groups})
     env_G = [names.index(group[0].env) for group in groups]  # rewards of two environments need not have one scale
     score_G = filters.group_scores(chosen.metric, values_B, group_B, len(groups))

@@ -56,7 +56,7 @@ class RolloutSection(Section):
     num_generations: int = Field("episodes of each level, which form a group", 8, ge=1, le=65536)
     refill: int = Field(
         "further levels that a step may play, until `groups` groups have episodes of different rewards (DAPO's dynamic"
-        " sampling); groups whose rewards are all equal teach nothing",
+        " sampling) and one that is trained on; groups whose rewards are all equal teach nothing",
         0,
         ge=0,
         le=65536,

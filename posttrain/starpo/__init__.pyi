@@ -27,7 +27,8 @@ from .monitoring.episodes import (
     costs as costs,
     describe as describe,
     describe_evaluation as describe_evaluation,
-    differs as differs,
+    teaches as teaches,
+    trained_on as trained_on,
 )
 from .monitoring.monitor import Monitor as Monitor
 from .monitoring.transcripts import due as due

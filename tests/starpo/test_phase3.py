@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -723,10 +725,14 @@ def test_an_episode_is_written_once_whatever_the_reasons(player: Path, tmp_path:
     assert [id(each) for each in written] == [id(each) for group in groups for each in group]
 
 
-def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_group_that_nobody_finished_is_told(
+    player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], masked: bool
+) -> None:
     cut = [trajectory(1.0, truncated=True), trajectory(0.0, truncated=True)]
     cut[0].level_seed = 77
-    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, transcripts={"every": 2}))
+    changes = {"transcripts": {"every": 2}, "algorithm": {"mask_truncated_completions": masked}}
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, **changes))
     state = RunState()
     cfg = cfg.model_copy(update={"output_dir": str(tmp_path)})
     for step in (1, 2, 3):
@@ -736,6 +742,9 @@ def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, caps
     told = [line for line in capsys.readouterr().out.splitlines() if "no episode was finished" in line]
     assert [line.split(":")[0] for line in told] == ["step 1"], "once"
     assert "in 1 of 2 groups" in told[0] and "frozen_lake (level seed 77)" in told[0]
+    trained = "These groups are trained on if their rewards differ; algorithm.mask_truncated_completions leaves such"
+    left_out = "These groups are not trained on: algorithm.mask_truncated_completions leaves such"
+    assert (trained in told[0], left_out in told[0]) == (not masked, masked)
     episodes = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
     cut_short = [(episode["step"], episode["level_seed"]) for episode in episodes if episode["level_seed"]]
     assert cut_short == [(1, 77), (2, 77)]
@@ -763,6 +772,28 @@ def test_groups_without_a_token_to_train_are_not_kept(player: Path, tmp_path: Pa
     groups = [cut, [trajectory(1.0), trajectory(0.9, truncated=True)]]
     assert phase3.score_and_filter(cfg, groups).kept == [1]
     assert phase3.score_and_filter(cfg, [cut]).kept == []
+
+
+@pytest.mark.parametrize(("masked", "played"), [(False, 2), (True, 4)])
+def test_further_groups_replace_those_without_a_token_to_train(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masked: bool, played: int
+) -> None:
+    """Rewards differ in all groups; those of the first two levels are cut off."""
+
+    def play_all(cfg: Any, sampler: Any, chat: Any, episodes: Sequence[Any], *more: Any) -> list[Trajectory]:
+        drawn.append(len(episodes) // 2)
+        cut = len(drawn) == 1
+        ends = [trajectory(1.0, truncated=cut), trajectory(0.0, truncated=cut)]
+        return [copy.copy(t) for _ in range(len(episodes) // 2) for t in ends]
+
+    drawn: list[int] = []
+    monkeypatch.setattr(phase3.starpo, "play_all", play_all)
+    rollout = {"groups": 2, "num_generations": 2, "refill": 9}
+    algorithm = {"mask_truncated_completions": masked, "minibatches": 1}
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, rollout=rollout, algorithm=algorithm))
+    sampler: Any = None
+    groups = phase3.rollout(cfg, sampler, sampler, 1, RunState())
+    assert len(groups) == played and len(phase3.score_and_filter(cfg, groups).kept) == 2
 
 
 def test_pictures_numbers_and_keys_of_a_strange_environment(

@@ -156,6 +156,16 @@ def differs(group: Sequence[Trajectory], penalties: bool = True) -> bool:
     return len({round(t.reward if penalties else sum(t.turn_rewards), 10) for t in alive}) > 1
 
 
+def trained_on(cfg: StarPORun, t: Trajectory) -> bool:
+    """Return whether the tokens of an episode may count in the loss, if its group is kept."""
+    return not t.crashed and t.tokens > 0 and not (cfg.algorithm.mask_truncated_completions and t.truncated)
+
+
+def teaches(cfg: StarPORun, group: Sequence[Trajectory]) -> bool:
+    """Return whether the rewards of a group differ and one of its episodes is trained on."""
+    return differs(group) and any(trained_on(cfg, t) for t in group)
+
+
 def part_means(trajectories: Sequence[Trajectory], env: str) -> dict[str, float]:
     """Return the mean of what each reward function of an environment gave, over the answers that it applied to."""
     parts = [t.reward_parts for t in trajectories if t.env == env]

@@ -48,9 +48,10 @@ def record_step(
     if unfinished and not state.unfinished_reported:
         state.unfinished_reported = True
         t, differing = unfinished[0][0], " if their rewards differ" if cfg.rewarded else ""
+        trained = "not trained on:" if cfg.algorithm.mask_truncated_completions else f"trained on{differing};"
         say(
             f"step {step}: in {len(unfinished)} of {len(groups)} groups no episode was finished, see transcripts; the"
-            f" first: {t.env} (level seed {t.level_seed}). These groups are trained on{differing};"
+            f" first: {t.env} (level seed {t.level_seed}). These groups are {trained}"
             " algorithm.mask_truncated_completions leaves such episodes out. `rollout/truncated_groups` counts them;"
             " this message is not repeated."
         )
