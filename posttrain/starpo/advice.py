@@ -97,13 +97,22 @@ class Start(NamedTuple):
         )
 
 
-def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *, rewarded: bool = True) -> list[str]:
+def verdicts(
+    start: Start,
+    env: TextEnv,
+    answer_tokens: int,
+    parameters: int,
+    *,
+    rewarded: bool = True,
+    advising: bool = False,
+) -> list[str]:
     """Return what follows from a start, a sentence or two for each finding; at least one.
 
     Args:
         answer_tokens: `rollout.max_completion_length`.
         parameters: of the model; a small one gains from entropies at which large ones did not.
         rewarded: False where a teacher replaces the reward: groups need not differ.
+        advising: whether the start was measured by --advise, which is then not recommended.
     """
     found, words = list[str](), words_of([env.name])
     rare = start.pass_k < HOPELESS * min(1, start.k / ANSWERS)  # k times the tries win at most k times the levels
@@ -120,6 +129,8 @@ def verdicts(start: Start, env: TextEnv, answer_tokens: int, parameters: int, *,
         )
     if start.levels * start.k < ENOUGH:
         few = f"{start.levels * start.k} {words.episodes} are too few to judge success by"
+        if advising:
+            return [*found, f"{few}: more validation {words.levels} are needed. {env.more_levels}"]
         return [*found, f"{few}; --advise {words.plays} more, and trains nothing."]
     if start.pass_1 > SATURATED:
         harder = f" ({env.harder})" if env.harder else ""
@@ -225,14 +236,21 @@ def advice_text(
 
     Args:
         starts: by title of the environment.
-        seconds: that a step takes, where it was measured.
+        seconds: that a step takes, which --advise measures; None before the first update of a run.
         updated: whether that step kept a group to learn from.
     """
     lines: list[str] = []
     for section in cfg.envs:
         if (start := starts.get(section.title)) is not None:
             longest = cfg.rollout.max_completion_length
-            found = verdicts(start, open_env(section), longest, parameters, rewarded=cfg.rewarded)
+            found = verdicts(
+                start,
+                open_env(section),
+                longest,
+                parameters,
+                rewarded=cfg.rewarded,
+                advising=seconds is not None,
+            )
             lines += [start.figures(cfg.rewarded, words_of([section.name])), *(f"  {each}" for each in found)]
     lines += [text] if (text := rate_warning(cfg, parameters)) else []
     if seconds is not None and starts:

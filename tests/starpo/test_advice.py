@@ -117,6 +117,19 @@ def test_advice_on_prompts_speaks_of_prompts_and_answers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "more"), [("prompts", "Add rows for training: a tenth of them is for validation"), ("sokoban", "options")]
+)
+def test_advise_does_not_recommend_itself_where_validation_levels_are_few(name: str, more: str) -> None:
+    cfg = config().model_copy(update={"envs": [TrainingEnvSection(name=name)]})
+    starts = {name: GOOD._replace(env=name, levels=1)}
+    samples, levels = ("answers", "prompts") if name == "prompts" else ("episodes", "levels")
+    few = f"16 {samples} are too few to judge success by"
+    told = advice_text(cfg, starts, 10**9, 60.0)
+    assert f"{few}: more validation {levels} are needed. " in told and more in told and "--advise" not in told
+    assert f"{few}; --advise" in advice_text(cfg, starts, 10**9), "before the first update of a run"
+
+
+@pytest.mark.parametrize(
     ("k", "pass_k", "hopeless"), [(8, 0.09, False), (8, 0.04, True), (4, 0.04, False), (32, 0.09, True)]
 )
 def test_fewer_tries_need_not_win_as_much(k: int, pass_k: float, hopeless: bool) -> None:
