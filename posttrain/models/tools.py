@@ -246,6 +246,8 @@ def _json_end(text: str, start: int) -> int:
         while True:
             _, end = json.JSONDecoder().raw_decode(text, start)
             start = len(text) - len(text[end:].lstrip(BETWEEN))
+            if not text.startswith(("{", "["), start):  # a quotation, say, is a JSON value and no call
+                return end
     return end
 
 

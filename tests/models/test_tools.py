@@ -389,6 +389,13 @@ OPENED: dict[str, tuple[str, Any, Said]] = {  # where the prompt ends in <think>
         'So <tool_call>{"name": "</think>",}</tool_call><tool_call>{"name": "f"}</tool_call>', "hermes",
         Said('So <tool_call>{"name": "</think>",}</tool_call>', [Call("f", {})]),
     ),
+    "quotation behind JSON": (
+        '{"a":1} "quoted </think> <tool_call>{"name":"f"}</tool_call>', "hermes",
+        Said('{"a":1} "quoted </think>', [Call("f", {})]),
+    ),
+    "llama quotation behind JSON": (
+        '[1, 2] "so</think>{"name":"f","arguments":{}}', "llama", Said('[1, 2] "so</think>', [Call("f", {})]),
+    ),
     "llama end of it in the second call": (
         '{"name": "f"}; {"name": "g", "parameters": {"x": "</think>"}}</think>{"name": "h"}', "llama",
         Said('{"name": "f"}; {"name": "g", "parameters": {"x": "</think>"}}</think>', [Call("h", {})]),
