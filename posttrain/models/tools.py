@@ -212,31 +212,46 @@ def read_calls(
         thought_open: whether the prompt ends with <think>, so that the turn begins in a thought. Elsewhere a </think>
             without an opening tag is text.
     """
-    end = thought_end(text, thought_open)
+    end = thought_end(text, thought_open, marks)
+    if end == len(text):
+        return Said(text, [])
     if form == "response":
         assert tokenizer is not None
-        if text.lstrip().startswith(THINK):  # which the tokenizer reads itself
-            end = 0
-        said = _response(text[end:], tokenizer, *marks) if end < len(text) else Said("", [])
+        said = _response(text[end:], tokenizer, *marks)
         return said._replace(content=text[:end] + said.content)
     found = list(_READ[form](text[end:]))
     return Said((text[:end] + found[0][0]).rstrip(), [call for _, call in found]) if found else Said(text, [])
 
 
-def thought_end(text: str, thought_open: bool) -> int:
+def thought_end(text: str, thought_open: bool, marks: Marks = ("", "")) -> int:
     """Return where the thought that a text begins with ends: 0 without one, the end of the text if it is not closed.
 
-    The arguments of a call that it considers may hold </think>. thought_open: as in `read_calls`.
+    The arguments of a call that it considers may hold </think>. thought_open: as in `read_calls`. marks: of calls that
+    are not JSON.
     """
     opened = text.lstrip().startswith(THINK)
     if not opened and not thought_open:
         return 0
     thought, place = text.partition(THINK)[2] if opened else text, 0
     while (closed := thought.find(THOUGHT, place)) >= 0:
-        if not (begins := BEGINS.search(thought, place, closed)):
+        if begins := BEGINS.search(thought, place, closed):
+            place = _json_end(thought, begins.end())
+        elif (around := _call_around(thought, place, closed, marks)) >= 0:
+            place = around
+        else:
             return len(text) - len(thought) + closed + len(THOUGHT)
-        place = _json_end(thought, begins.end())
     return len(text)
+
+
+def _call_around(text: str, start: int, place: int, marks: Marks) -> int:
+    """Return where the call between these marks ends that begins from `start` on and stands around a place.
+
+    -1 where there is none: no mark opens a call before the place, or none closes it before another one opens.
+    """
+    opening, closing = marks
+    opened = text.rfind(opening, start, place) if opening and closing else -1
+    closed = text.find(closing, opened + len(opening)) if opened >= 0 else -1
+    return closed + len(closing) if closed > place and text.find(opening, place, closed) < 0 else -1
 
 
 def _json_end(text: str, start: int) -> int:
@@ -354,7 +369,9 @@ def _response(text: str, tokenizer: PreTrainedTokenizerBase, opening: str, closi
     ):
         example = f"{opening}...{closing}"
         return Said(text[:start].rstrip(), [Call("", {}, f"What stands in {example} cannot be read as a call.")])
-    return Said(said, read) if read else Said(text, [])
+    if not read:
+        return Said(text, [])
+    return Said(text[:start].rstrip() if blocks else said, read)  # the parser may keep the text behind the calls alone
 
 
 def _call(text: str) -> Call:

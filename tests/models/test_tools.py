@@ -462,10 +462,22 @@ ADDED = Call("add", {"a": 2, "b": 3})
         ("{[add(a=2, b=3), add(a=2, b=3)]}", Said("", [ADDED] * 2)),
         ("It is 5.", Said("It is 5.", [])),
         ("<think>{[add(a=2)]}</think>no", Said("<think>{[add(a=2)]}</think>no", [])),
+        ("<think>x</think>{[add(a=2, b=3)]}", Said("<think>x</think>", [ADDED])),
+        ("<think>x</think> I look. {[add(a=2, b=3)]} tail", Said("<think>x</think> I look.", [ADDED])),
+        ("I look. {[add(a=2, b=3)]} tail", Said("I look.", [ADDED])),
+        ("<think>maybe {[add(a=2, b=3)]}", Said("<think>maybe {[add(a=2, b=3)]}", [])),
+        ("<think>x {[add(a='</think>')]}", Said("<think>x {[add(a='</think>')]}", [])),
+        (
+            "<think>x {[add(a='</think>')]}</think>{[add(a=2, b=3)]}",
+            Said("<think>x {[add(a='</think>')]}</think>", [ADDED]),
+        ),
+        ("<think>Not {.</think>{[add(a=2, b=3)]}", Said("<think>Not {.</think>", [ADDED])),
+        ("<think>{[add(a=2)]} no</think>{[add(a=2, b=3)]}", Said("<think>{[add(a=2)]} no</think>", [ADDED])),
         ("So </think> is text. {[add(a=2, b=3)]}", Said("So </think> is text.", [ADDED])),
         ("{[add(a='</think>')]}", Said("", [Call("add", {"a": "</think>"})])),
         ("{[add(a=2", "not closed by }"),
         ("{[add(a=2, b=3)]", "not closed by }"),
+        ("<think>x</think> I look. {[add(a=2, b=3)]", "not closed by }"),
         ("I look. {[add(a=2}", "cannot be read as a call"),
         ("{add a 2}", "cannot be read as a call"),
         ("{[]}", "cannot be read as a call"),
@@ -490,6 +502,8 @@ def test_no_listed_call_in_a_thought_that_the_prompt_opened(listing: Chat) -> No
     assert read_listed(listing, f"{thought}no") == Said(f"{thought}no", [])
     assert read_listed(listing, f"{thought}Yes. {call}") == Said(f"{thought}Yes.", [ADDED])
     assert read_listed(listing, call) == Said(call, [])
+    thought = "So " + call.replace("2", "'</think>'") + " or </think>"
+    assert read_listed(listing, f"{thought}{call}") == Said(thought, [ADDED])
 
 
 def read_listed(listing: Chat, text: str) -> Said:
