@@ -392,6 +392,7 @@ def advise(cfg: StarPORun) -> None:
             everything = runtime.parallel.gather(played)
             groups = [everything[start : start + count] for start in range(0, len(everything), count)]
             starts[env.title] = starpo.measure_start(learner, groups, env.title)
+        runlog.say("advice: a step is played and learnt from, to see how long it takes.")
         started_at = time.perf_counter()
         with learner.sampling(), models.no_bars():
             groups = rollout(cfg, sampler, chat, 1)

@@ -246,13 +246,17 @@ def test_a_step_is_timed_without_distillation_and_says_so() -> None:
     assert "distillation" not in advice_text(cfg, {"frozen_lake": GOOD}, 1, 60.0)
 
 
-def test_the_entropy_is_that_of_the_tokens() -> None:
+def test_the_entropy_is_that_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner(config(), model := policy(), None)
     groups = played(model)
     title = groups[0][0].env
     flat = [t for group in groups for t in group if t.tokens and not t.crashed]
     start = measure_start(learner, groups, title)
     assert start.entropy == pytest.approx(learner.mean_entropies(flat).mean().item())
+    monkeypatch.setattr(advice, "READ_AGAIN", 3)
+    some = flat[:: -(-len(flat) // 3)]
+    assert len(some) in (2, 3) and len(some) < len(flat)
+    assert measure_start(learner, groups, title).entropy == pytest.approx(learner.mean_entropies(some).mean().item())
 
 
 def test_all_processes_measure_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
