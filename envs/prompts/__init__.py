@@ -85,11 +85,9 @@ class Prompts(TextEnv):
       limits for each answer.
     - `render_mode=None`: or "ansi".
 
-    A data set with the splits train, validation and test keeps them; where one is missing, it is held out of train by
-    hash of the row's prompt, whatever the system message; with `template`, of the column `prompt`, or else of the
-    columns that the template uses. Two rows with the same prompt are one level. With `environment` the columns that its
-    reset takes count as well, in both, and with `agent` all columns; a row may then be without a prompt, which is an
-    empty user message. `info["rewards"]` holds what each function gave.
+    Splits train, validation and test of a data set are kept; one that is missing is held out of train by hash of the
+    prompt (not its system message), or of what fills `template`. Rows with one prompt are one level. The columns of
+    `environment`'s reset count in both, all with `agent`; these need no prompt. `info["rewards"]`: of each function.
     """
 
     name = "prompts"
