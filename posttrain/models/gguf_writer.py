@@ -125,8 +125,8 @@ def write_gguf(net: Any, tokenizer: Any, file: Path, kind: str, name: str) -> No
         net: the model, in float32; `reason_against` has nothing against it.
         tokenizer: a fast one.
         file: where; it is overwritten.
-        kind: of the matrices: "f32", "f16" or "q8_0" (blocks of 32 numbers with one scale). Norms and biases stay
-            float32, and so do matrices whose rows are no whole blocks, in f16.
+        kind: of the matrices: "f32", "f16" or "q8_0" (blocks of 32 numbers with one scale; matrices whose rows are no
+            whole blocks become f16). Norms and biases are float32.
         name: of the model, for whoever lists models.
 
     Raises:

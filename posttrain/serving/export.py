@@ -28,6 +28,7 @@ from posttrain.types import UserError
 FORMS = ("gguf", "ollama", "merged", "adapter")
 KINDS = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # bytes of a number
 ADAPTER = "adapter_config.json"
+LONGEST = 8192  # tokens: Ollama keeps memory for all of them, and takes 4,096 where nothing is written
 
 
 def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
@@ -81,7 +82,7 @@ def modelfile(tokenizer: Any, context: int) -> list[str]:
     """Return the lines of Ollama's Modelfile for `model.gguf` beside it."""
     from posttrain.models import gguf_writer
 
-    lines = ["FROM ./model.gguf\n", f"PARAMETER num_ctx {context}\n"]
+    lines = ["FROM ./model.gguf\n", f"PARAMETER num_ctx {min(context, LONGEST)}\n"]
     stop = tokenizer.convert_ids_to_tokens(gguf_writer.stop_of(tokenizer))
     lines.append(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}\n")
     template, system = ollama_template(tokenizer)
