@@ -206,7 +206,7 @@ def test_an_adapter_is_merged_or_copied(tmp_path: Path) -> None:
     base = family(tmp_path / "base", "llama")
     net: Any = AutoModelForCausalLM.from_pretrained(base)
     adapted = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(str(tmp_path / "adapter"))
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         right = adapted(ids).logits
@@ -258,7 +258,7 @@ def test_convgpt_says_why_not(tmp_path: Path) -> None:
 
 def test_settings_that_llama_cpp_would_not_compute_are_refused(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "model", "llama"))
-    config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
+    config: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
     assert gguf_writer.reason_against(config, tokenizer) == ""
     for key, value in (
         ("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
