@@ -46,12 +46,8 @@ NEW = 64  # tokens that a turn of gpu.py's decoding has
 
 
 # Kernels and passes of the layers that were measured on an H100 and an H200; today's have fewer.
-THEN: dict[str, Any] = {
-    "DECODING": devices.OPERATIONS,
-    "DECODING_FUSED": 26,
-    "EAGER": dict.fromkeys(seconds.EAGER, seconds.EAGER[""]),
-    "MANY": dict.fromkeys(seconds.MANY, seconds.MANY[""]),
-}
+THEN: dict[str, Any] = {"DECODING": devices.OPERATIONS, "DECODING_FUSED": 26}
+THEN |= {name: dict.fromkeys(each, each[""]) for name, each in (("EAGER", seconds.EAGER), ("MANY", seconds.MANY))}
 
 
 class Compared(NamedTuple):
