@@ -48,6 +48,8 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
     from posttrain.serving.publish.content import model_of
 
     is_adapter = (source / ADAPTER).is_file()
+    if is_adapter and form != "adapter" and (source.with_name("final") / "config.json").is_file():
+        source, is_adapter = source.with_name("final"), False  # of a run: merged, with tokens and template of training
     if form == "adapter":
         return _copy(source if is_adapter else _adapter_of(source), out)
     if form == "merged":
@@ -127,7 +129,7 @@ def ollama_template(tokenizer: Any) -> tuple[str, str]:
         if not (default.startswith(opening) and default.endswith(closing)):
             return "", ""
         system = default[len(opening) : len(default) - len(closing)]
-    if written(*asked) != (written("system", *asked, system=system) if system else bare):
+    if system and written("system", *asked, system=system) != bare:
         return "", ""
 
     def put_together(*roles: str) -> str:

@@ -215,6 +215,9 @@ def test_an_adapter_is_merged_or_copied(tmp_path: Path) -> None:
         file = export_run(tmp_path / "adapter", "gguf", tmp_path / "m.gguf", "f32")
         read, _ = load(convert(file, tmp_path / "back"))
         torch.testing.assert_close(read(ids).logits, right, rtol=1e-4, atol=1e-5)
+    family(tmp_path / "final", "qwen2.5")  # a run's own merged model beside its adapter is taken as it is
+    kept = export_run(tmp_path / "adapter", "merged", tmp_path / "kept")
+    assert (kept / "model.safetensors").read_bytes() == (tmp_path / "final" / "model.safetensors").read_bytes()
     copied = export_run(tmp_path / "adapter", "adapter", tmp_path / "copy")
     for each in (tmp_path / "adapter").iterdir():
         assert (copied / each.name).read_bytes() == each.read_bytes()
