@@ -26,7 +26,7 @@ TEMPLATES = {  # Jinja templates that a run may write itself, and the values tha
     "system": ("rules", "limits", "format", "example", "actions", "max_turns", "max_actions", "max_actions_per_turn"),
     "feedback": (
         *("outcome", "reward", "valid", "observation", "left", "question"),
-        *("turn", "turns_left", "actions_left", "actions", "think"),
+        *("form", "turn", "turns_left", "actions_left", "actions", "think"),
     ),
 }
 _TEXT = "\n".join([" ".join("1" * 40)] * 40)  # with as many lines and words as a template may count on

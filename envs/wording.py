@@ -25,7 +25,7 @@ FEEDBACK = """\
 
 {% endif %}{{ observation }}
 
-{% if left %}{{ left }} {% endif %}{{ question }}"""
+{% if left %}{{ left }} {% endif %}{{ question }} {{ form }}"""
 MANY = 8  # actions that are not all named again
 LONGEST_NAME = 40  # characters of an unknown action that are repeated to the model
 
@@ -79,6 +79,7 @@ def user_text(env: TextEnv, protocol: Protocol, view: View) -> str:
         observation=view.observation,
         left=f"You have {left} left." if protocol.max_turns > 1 else "",
         question=_question(env),
+        form=f"Answer in the form {answer_form(env, protocol)}.",
         turn=view.turn,
         turns_left=view.turns_left,
         actions_left=view.actions_left,
@@ -134,6 +135,15 @@ def answer_format(env: TextEnv, protocol: Protocol) -> str:
     return f"{first} between <think> and </think>. Then {ask}."
 
 
+def answer_form(env: TextEnv, protocol: Protocol) -> str:
+    """Return the bare form of an answer, which each user message ends with.
+
+    Without it instruct models of half a billion parameters leave out their thought; all of the instructions again let
+    them repeat their last answer.
+    """
+    return format_response("...", ["..."] * min(2, actions_per_turn(env, protocol)), protocol)
+
+
 def example_response(env: TextEnv, protocol: Protocol) -> str:
     """Return an answer in the right form, as an environment gives an example."""
     thought, actions = env.example()
@@ -144,9 +154,7 @@ def outcome(env: TextEnv, protocol: Protocol, past: Past) -> str:
     """Return what came of a turn, in sentences; empty where there is nothing to say."""
     said = []
     if not past.well_formed:
-        # the bare form: small models that read all of the instructions again repeat their answer
-        form = format_response("...", ["..."] * min(2, actions_per_turn(env, protocol)), protocol)
-        said.append(f"That was not a valid answer. Use the form {form}.")
+        said.append("That was not a valid answer.")
     elif past.invalid:
         names = ", ".join(f'"{" ".join(name.split())[:LONGEST_NAME]}"' for name in past.invalid[:3])
         said.append(f"{names} is not one of the actions. The actions are {listed(env.actions or ())}.")
