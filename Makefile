@@ -2,6 +2,7 @@
 # make smollm2      all of it with SmolLM2-135M on two cores: hours
 # make test         the default test suite
 # make check        lint, format, types, layers
+# make docs         the documentation as a site, in website/build
 # make bench        speed beside other libraries, everything in benchmarks/; hours
 # make lock         requirements.lock: exact versions and hashes; UPGRADE=--upgrade takes the newest within the bounds
 # make setup        .venv alone, with the command posttrain; every target above does it by itself
@@ -20,7 +21,7 @@ TWO := $(PY) -m posttrain.runtime.parallel --standalone --nproc_per_node 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup quickstart smollm2 test check bench lock
+.PHONY: help setup quickstart smollm2 test check docs bench lock
 .PRECIOUS: $(QUICK)/base/manifest.json $(patsubst %,$(QUICK)/%/final/manifest.json,phase1 phase2 phase3)
 .PRECIOUS: $(SMOL)/base/manifest.json $(SMOL)/demos.jsonl $(SMOL)/answers/best.jsonl $(SMOL)/pairs/pairs.jsonl
 .PRECIOUS: $(patsubst %,$(SMOL)/%/final/manifest.json,phase1 phase2 coin phase3)
@@ -151,6 +152,10 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(PY) -m pytest -q tests/project/test_layers.py
+
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -q -f website/mkdocs.yml
+	@echo "Written: website/build/index.html. With its search: $(PY) -m http.server -d website/build"
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out %/simulation.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(PY) $$file; done
