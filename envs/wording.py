@@ -25,7 +25,7 @@ FEEDBACK = """\
 
 {% endif %}{{ observation }}
 
-{% if left %}{{ left }} {% endif %}{{ question }} {{ form }}"""
+{% if left %}{{ left }} {% endif %}{{ question }}{% if form %} {{ form }}{% endif %}"""
 MANY = 8  # actions that are not all named again
 LONGEST_NAME = 40  # characters of an unknown action that are repeated to the model
 
@@ -79,7 +79,7 @@ def user_text(env: TextEnv, protocol: Protocol, view: View) -> str:
         observation=view.observation,
         left=f"You have {left} left." if protocol.max_turns > 1 else "",
         question=_question(env),
-        form=f"Answer in the form {answer_form(env, protocol)}.",
+        form="" if env.actions else f"Answer in the form {answer_form(env, protocol)}.",
         turn=view.turn,
         turns_left=view.turns_left,
         actions_left=view.actions_left,
@@ -136,10 +136,10 @@ def answer_format(env: TextEnv, protocol: Protocol) -> str:
 
 
 def answer_form(env: TextEnv, protocol: Protocol) -> str:
-    """Return the bare form of an answer, which each user message ends with.
+    """Return the bare form of an answer.
 
-    Without it instruct models of half a billion parameters leave out their thought; all of the instructions again let
-    them repeat their last answer.
+    Where the answer is free text, each message before a turn ends with it: an instruct model of half a billion
+    parameters left out its thought. Where it is from a list, such a model wrote more names that are not in the list.
     """
     return format_response("...", ["..."] * min(2, actions_per_turn(env, protocol)), protocol)
 
@@ -154,7 +154,9 @@ def outcome(env: TextEnv, protocol: Protocol, past: Past) -> str:
     """Return what came of a turn, in sentences; empty where there is nothing to say."""
     said = []
     if not past.well_formed:
+        # not all of the instructions again: small models that read these repeat their answer
         said.append("That was not a valid answer.")
+        said += [f"Use the form {answer_form(env, protocol)}."] if env.actions else []
     elif past.invalid:
         names = ", ".join(f'"{" ".join(name.split())[:LONGEST_NAME]}"' for name in past.invalid[:3])
         said.append(f"{names} is not one of the actions. The actions are {listed(env.actions or ())}.")

@@ -51,7 +51,7 @@ def test_thoughts_tags_and_nonsense(monkeypatch, capsys) -> None:
     assert "<think>a</think><answer>\nDown\n</answer>\n[reward 0]" in shown
     assert "<think>Up\n[reward 0, penalty -0.1, invalid answer]" in shown
     assert "<think></think><answer>fly</answer>\n[reward 0, penalty -0.1, invalid answer]" in shown
-    assert "That was not a valid answer.\n" in shown and '"fly" is not one of the actions.' in shown
+    assert "That was not a valid answer. " in shown and '"fly" is not one of the actions.' in shown
     assert shown.endswith("Not solved after 4 turns, 2 of them invalid, return -0.2. Ended by you.\n")
 
 

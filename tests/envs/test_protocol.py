@@ -119,12 +119,15 @@ def test_the_example_in_the_compact_system_text_is_well_formed(limits):
 
 def test_user_turns_are_sentences_about_reward_state_and_what_is_left():
     episode = lake()
-    left = "You have {} turns left. What do you do? Answer in the form <think>...</think><answer>...</answer>."
+    left = "You have {} turns left. What do you do?"
     assert [message["role"] for message in episode.messages] == ["system", "user"]
     assert episode.messages[1]["content"].endswith(f"\n\n{left.format(8)}")
     grid = "_ _ _ _\nP _ _ _\n_ _ _ _\n_ _ O G"
     assert episode.step(say("Down")).user == f"{grid}\n\n{left.format(7)}"
-    assert episode.step("what?").user == f"That was not a valid answer.\n\n{grid}\n\n{left.format(6)}"
+    assert episode.step("what?").user == (
+        "That was not a valid answer. Use the form <think>...</think><answer>...</answer>."
+        f"\n\n{grid}\n\n{left.format(6)}"
+    )
     assert (
         episode.step(say("Left")).user
         == f"Left changed nothing. Choose another action: Down, Right or Up.\n\n{grid}\n\n{left.format(5)}"
@@ -154,16 +157,16 @@ def test_a_forced_opening_is_the_first_tag_of_the_format():
 def test_a_summary_tells_the_last_turns_and_the_state():
     episode = lake(Protocol(max_turns=4, max_actions_per_turn=2, max_actions=8))
     episode.observation = start = episode.env.observe()
-    form = "Answer in the form <think>...</think><answer>... || ...</answer>."
-    assert episode.summary(0) == f"{start}\n\nYou have 4 turns left. What do you do? {form}"
+    assert episode.summary(0) == f"{start}\n\nYou have 4 turns left. What do you do?"
     episode.step(say("Down", "Up"))
     episode.step("what?")
     episode.step(say("fly", "Right"))
     told = episode.summary(1)
-    assert told.startswith(f"Turn 2:\n{start}\nThat was not a valid answer.\n\nTurn 3:\n")
+    form = "<think>...</think><answer>... || ...</answer>"
+    assert told.startswith(f"Turn 2:\n{start}\nThat was not a valid answer. Use the form {form}.")
     assert told.endswith(
         f'\n\nTurn 3:\n{start}\nYour answer was: Right. "fly" is not one of the actions. The actions are Left, Down,'
-        " Right and Up.\n\nTurn 4:\n_ P _ _\n_ _ _ _\n_ _ _ _\n_ _ O G\n\nYou have 1 turn left. What do you do? " + form
+        " Right and Up.\n\nTurn 4:\n_ P _ _\n_ _ _ _\n_ _ _ _\n_ _ O G\n\nYou have 1 turn left. What do you do?"
     )
     assert episode.summary(0).startswith(f"Turn 1:\n{start}\nYour answer was: Down || Up.\n\nTurn 2:\n")
     assert episode.summary(3) == episode.summary(3).rpartition("Turn 4:\n")[2]

@@ -50,10 +50,13 @@ def test_an_episode_in_sentences_says_what_happened_and_what_is_left(name: str) 
     turns = episode.protocol.max_turns
     assert episode.messages[1]["content"].startswith(episode.observation)
     assert f"You have {turns} turns left." in episode.messages[1]["content"]
-    form = "Answer in the form <think>...</think><answer>...</answer>."
-    assert episode.messages[1]["content"].endswith(form)
+    form = "the form <think>...</think><answer>...</answer>."
+    assert (episode.messages[1]["content"].endswith(f" Answer in {form}")) == (env.actions is None)
     said = episode.step("I do not know.").user or ""
-    assert said.startswith("That was not a valid answer.\n\n") and said.endswith(form)
+    if env.actions is None:
+        assert said.startswith("That was not a valid answer.\n\n") and said.endswith(f" Answer in {form}")
+    else:
+        assert said.startswith(f"That was not a valid answer. Use {form}\n\n") and not said.endswith(form)
     assert episode.observation in said
     if env.actions is not None:
         said = episode.step("<think>so</think><answer>Fly to\nthe <moon></answer>").user or ""
