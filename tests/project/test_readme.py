@@ -142,7 +142,7 @@ class Shell:
         reads = list(cfg["checkpoints"].values()) if "checkpoints" in cfg else [cfg["model"]["name_or_path"]]
         missing = [folder for folder in reads if folder.startswith("runs/") and folder not in self.made]
         assert not missing, f"nothing before it has made {missing}"
-        if script.startswith("train_"):
+        if script.startswith("train_") and "--advise" not in arguments:  # which writes nothing
             assert cfg["output_dir"] not in self.written, f"{cfg['output_dir']} would be in use"
             self.written.add(cfg["output_dir"])
             self.made.add(f"{cfg['output_dir']}/final")

@@ -21,7 +21,7 @@ from tiny_runs import ROOT
 
 import evaluate_model
 
-NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+NOTEBOOK, GSM8K = ROOT / "notebooks" / "quickstart.ipynb", ROOT / "notebooks" / "gsm8k.ipynb"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SETUP = MAKEFILE[MAKEFILE.index("$(STAMP): req") : MAKEFILE.index("@touch $@")]
 DOCKERFILE = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.M).replace("\\\n", "")
@@ -36,33 +36,37 @@ SMALL = {  # of the quickstart, by the variables that the notebook offers
 }
 
 
-def cells(kind: str = "code") -> list[str]:
-    found = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+def cells(kind: str = "code", notebook: Path = NOTEBOOK) -> list[str]:
+    found = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     return ["".join(cell["source"]) for cell in found if cell["cell_type"] == kind]
 
 
-def commands() -> list[str]:
+def commands(notebook: Path = NOTEBOOK) -> list[str]:
     """The lines of the cells that are shell scripts, with what is continued in one."""
-    scripts = [cell.partition("\n")[2] for cell in cells() if cell.startswith("%%bash\n")]
+    scripts = [cell.partition("\n")[2] for cell in cells("code", notebook) if cell.startswith("%%bash\n")]
     return [line for script in scripts for line in script.replace("\\\n", "").splitlines() if line != "set -e"]
 
 
 # ---------------------------------------------------------------------------------------------------------- notebook
 
 
-def test_the_notebook_is_one_without_outputs() -> None:
-    book = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("notebook", [NOTEBOOK, GSM8K], ids=lambda path: path.stem)
+def test_a_notebook_is_one_without_outputs(notebook: Path) -> None:
+    book = json.loads(notebook.read_text(encoding="utf-8"))
     assert (book["nbformat"], book["nbformat_minor"]) == (4, 5) and book["metadata"]["kernelspec"]["name"] == "python3"
     assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"]) > 10
     for cell in book["cells"]:
         assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None)
         assert all(isinstance(line, str) for line in cell["source"]) and cell["metadata"] == {}
-    assert "https://colab.research.google.com/" in cells("markdown")[0]
+    assert "https://colab.research.google.com/" in cells("markdown", notebook)[0]
 
 
-def test_each_cell_is_valid_and_each_command_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("notebook", "count"), [(NOTEBOOK, 8), (GSM8K, 3)], ids=["quickstart", "gsm8k"])
+def test_each_cell_is_valid_and_each_command_exists(
+    notebook: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
-    for cell in cells():
+    for cell in cells("code", notebook):
         if cell.startswith("%%bash\n"):
             done = subprocess.run(["bash", "-n"], input=cell.partition("\n")[2], capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
@@ -72,15 +76,15 @@ def test_each_cell_is_valid_and_each_command_exists(monkeypatch: pytest.MonkeyPa
             words = shlex.split(lines[-1])
             assert [(ROOT / words[words.index(flag) + 1]).is_file() for flag in ("-c", "-r")] == [True, True]
         else:
-            ast.parse(cell)
+            ast.parse(cell.partition("\n")[2] if cell.startswith("%%writefile ") else cell)
     shell, ran = Shell(), []
-    for command in commands():
+    for command in commands(notebook):
         words = [word for word in shlex.split(command) if not word.startswith("$")]
         if words[:3] == ["python", "-m", "posttrain.runtime.parallel"]:  # which takes torchrun's arguments
             words = ["torchrun", *words[3:]]
         shell.run(words)
         ran.append(" ".join(words))
-    assert len(ran) == 8
+    assert len(ran) == count
 
 
 def test_the_notebook_does_what_the_quickstart_does() -> None:
@@ -134,9 +138,8 @@ def test_what_is_said_of_resume_fits_the_commands(
     assert "--resume: not allowed with argument --overwrite" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it, in a clone, with little data: no cell fails, and the model answers."""
+def outputs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run a notebook in a clone, and return what each of its cells of code shows."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     tracked = subprocess.check_output(
@@ -146,17 +149,40 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         if (ROOT / name).is_file():
             (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / "clone" / name)
-    for name, value in SMALL.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    book = nbformat.read(NOTEBOOK, as_version=4)
+    book = nbformat.read(notebook, as_version=4)
     nbformat.validate(book)
     kernel = {"metadata": {"path": str(tmp_path / "clone" / "notebooks")}}
     nbclient.NotebookClient(book, timeout=1200, kernel_name="python3", resources=kernel).execute()
-    said = ["".join(str(each) for each in cell["outputs"]) for cell in book.cells if cell.cell_type == "code"]
+    shown = [cell["outputs"] for cell in book.cells if cell.cell_type == "code"]
+    return ["".join(each.get("text", "") + str(each.get("data", "")) for each in cell) for cell in shown]
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, with little data: no cell fails, and the model answers."""
+    for name, value in SMALL.items():
+        monkeypatch.setenv(name, value)
+    said = outputs(NOTEBOOK, tmp_path, monkeypatch)
     assert "image/gif" in said[-2] or "image/png" in said[-2]
     assert (tmp_path / "clone" / "runs" / "quickstart" / "report.html").is_file() and "frozen_lake" in said[-1]
+
+
+@pytest.mark.slow
+def test_the_notebook_of_gsm8k_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, with the quickstart's base model and rows of a file: its reward is called, and the model answers."""
+    base, rows = tmp_path / "base", ROOT / "tests" / "fixtures" / "gsm8k" / "rows.jsonl"
+    subprocess.run([sys.executable, "-m", "posttrain.data.embedded", "--out", base], cwd=ROOT, check=True)
+    small = f"model.name_or_path={base} envs.0.options.path={rows} envs.0.options.config=null device=cpu"
+    small += " trainer.max_steps=1 trainer.bf16=false rollout.groups=2 rollout.num_generations=2 rollout.refill=0"
+    small += " rollout.max_completion_length=8 evaluation.episodes=2 evaluation.final_episodes=2"
+    monkeypatch.setenv("RUN", f"report_to=none {small}")
+    said = outputs(GSM8K, tmp_path, monkeypatch)
+    assert "pass@16" in said[3] and "1/1 steps" in said[4]
+    assert "after 0 steps: 0%" in said[5] and "after 1 steps: 0%" in said[5]
+    config = (tmp_path / "clone" / "runs" / "notebook" / "run_config.yaml").read_text(encoding="utf-8")
+    assert "my_rewards:boxed" in config
 
 
 # --------------------------------------------------------------------------------------------------------- Dockerfile
