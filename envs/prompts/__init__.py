@@ -64,7 +64,8 @@ class Prompts(TextEnv):
     - `config=None`: the configuration of a data set of the Hub, such as "main".
     - `rows=None`: rows that are read at most, of each split.
     - `prompt=None`: the column that holds the prompt, a text or messages; None takes the first of prompt, messages,
-      question, problem, instruction, query and input that is there. Of `messages`, the model answers each user message.
+      question, problem, instruction, query and input that is there; with `environment` or `agent` prompt or messages.
+      Of `messages`, the model answers each user message.
     - `template=None`: a Jinja template that makes the prompt of the row's columns: "{{ question }} Think first."
     - `system=None`: a system message before it; None takes the columns system and system_prompt, unless `template` is
       set.

@@ -32,7 +32,8 @@ class Rows(NamedTuple):
     """Which rows are read, and how a prompt is made: Rows("gsm8k.jsonl", None, None, "question", None, None).
 
     reads: the columns that an environment or a program reads beside the prompt, which tell its levels apart; None where
-    there is neither: the prompt alone is the level.
+    there is neither: the prompt alone is the level. prompt: the column; None for one of `COLUMNS`, beside an
+    environment or a program for `prompt` or `messages`.
     """
 
     path: str
@@ -184,10 +185,8 @@ def _conversation(row: Mapping[str, Any], source: Rows) -> Conversation:
         names = _filling(source, row)
         prompt: list[Message] = [*system, {"role": "user", "content": text}]
         return Conversation(prompt, [], text, _source(row, names), _rest(source, row, names))
-    there = [name for name in COLUMNS if row.get(name) is not None]
-    column = source.prompt or next((name for name in there if row[name] not in ("", [])), there[0] if there else None)
-    optional = source.reads is not None and source.prompt is None  # TRL needs no prompt beside an environment
-    if optional and (column is None or not _may_be_prompt(row[column])):
+    column = source.prompt or (_found(row) if source.reads is None else _found_beside_a_reader(row))
+    if column is None and source.reads is not None:  # TRL needs no prompt beside an environment
         empty: list[Message] = [*system, {"role": "user", "content": ""}]
         return Conversation(empty, [], list(empty), rest=_rest(source, row, []))
     if column is None or column not in row:
@@ -213,17 +212,32 @@ def _conversation(row: Mapping[str, Any], source: Rows) -> Conversation:
     return Conversation([*system, *messages], later, [*system, *messages], rest=rest)
 
 
-def _may_be_prompt(value: Any) -> bool:
-    """Return whether a value is a text or a list, not a number or the like that an environment reads."""
-    return bool(value.strip()) if isinstance(value, str) else isinstance(value, list)
+def _found(row: Mapping[str, Any]) -> str | None:
+    """Return the column that holds the prompt of a row, None where there is none."""
+    there = [name for name in COLUMNS if row.get(name) is not None]
+    return next((name for name in there if row[name] not in ("", [])), there[0] if there else None)
+
+
+def _found_beside_a_reader(row: Mapping[str, Any]) -> str | None:
+    """Return the column that holds the prompt beside an environment or a program: `prompt`, or messages in `messages`.
+
+    What else stands in a row is read by these alone, under any name, as TRL does it: a question is not shown twice.
+    """
+    prompt = row.get("prompt")
+    if (isinstance(prompt, str) and prompt.strip()) or (isinstance(prompt, list) and prompt):
+        return "prompt"
+    return "messages" if _as_messages(row.get("messages")) else None
 
 
 def _rest(source: Rows, row: Mapping[str, Any], used: Sequence[str]) -> str | None:
-    """Return what `Conversation.rest` says. used: the columns that the prompt is made of."""
+    """Return what `Conversation.rest` says, columns of the system message included.
+
+    used: the columns that the prompt is made of.
+    """
     if source.reads is None:
         return None
     names = [name for name in row if source.reads == EVERY_COLUMN or name in source.reads]
-    read = without_nothing({name: row[name] for name in names if name not in (*used, *SYSTEM)})
+    read = without_nothing({name: row[name] for name in names if name not in used})
     if not read:
         return ""
     text = json.dumps(read, sort_keys=True, default=lambda value: ADDRESS.sub("", str(value)))
@@ -252,10 +266,18 @@ def _used(source: str) -> frozenset[str]:
 
 
 def _messages(value: Any, column: str) -> list[Message]:
-    messages = [_message(each) for each in value] if isinstance(value, list) else []
-    if None in messages or not any(message and message["role"] == "user" for message in messages):
+    messages = _as_messages(value)
+    if messages is None:
         raise ValueError(f"{column} is neither a text nor a list of messages with role and content: {value!r:.80}.")
-    return [message for message in messages if message]
+    return messages
+
+
+def _as_messages(value: Any) -> list[Message] | None:
+    """Return a list of messages as templates expect them; None where it is not one, or no user says anything."""
+    messages = [_message(each) for each in value] if isinstance(value, list) else []
+    whole = [message for message in messages if message]
+    user = any(message["role"] == "user" for message in whole)
+    return whole if user and len(whole) == len(messages) else None
 
 
 def _message(given: Any) -> Message | None:

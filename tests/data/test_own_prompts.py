@@ -82,7 +82,7 @@ def test_rows_of_a_program_or_an_environment_are_levels_without_a_prompt(
     assert "rows of rows.jsonl: 60; unusable: 0; repeated prompts: 30; " in said
     assert "  row 31 repeats the prompt of row 1 with another id\n" in said
     with pytest.raises(UserError, match="row 2 of path"):
-        shown([rows[0], {"messages": [1]}], folder, capsys, "agent=[python]", "rewards=[length]", "system=a")
+        shown([rows[0], {"prompt": [1]}], folder, capsys, "agent=[python]", "rewards=[length]", "system=a")
     assert "rows of rows.jsonl: 2; unusable: 1;" in capsys.readouterr().out
 
 

@@ -609,12 +609,14 @@ def test_what_is_no_json_makes_the_same_level_in_each_process() -> None:
 
 
 def test_a_program_needs_no_prompt(tmp_path: Path) -> None:
-    for row in ({"repo": "r"}, {"repo": "r", "prompt": None}, {"repo": "r", "prompt": ""}):
-        path = write(tmp_path / f"{len(str(row))}.jsonl", [row | {"number": n} for n in range(60)])
+    rows: list[dict[str, Any]] = [{}, {"prompt": None}, {"prompt": ""}, {"prompt": []}, {"input": [0, 2]}]
+    rows += [{"question": "Which?"}, {"instruction": "Add.", "input": "1"}, {"messages": "a"}]
+    for number, row in enumerate(rows):
+        path = write(tmp_path / f"{number}.jsonl", [row | {"repo": "r", "number": n} for n in range(60)])
         env: Any = make("prompts", path=path, agent=["python", "{{ repo }}"], rewards=["length"])
         env.reset(seed=1)
         assert env.messages() == [{"role": "user", "content": ""}] and len(set(env.table.keys)) == 60
-    with pytest.raises(ValueError, match='no column "task", only repo'):
+    with pytest.raises(ValueError, match='no column "task", only messages, repo'):
         make("prompts", path=path, prompt="task", agent=["python"], rewards=["length"])
 
 
@@ -631,11 +633,18 @@ def test_tasks_of_a_program_stay_in_their_split_whatever_the_words_around_them(
 ) -> None:
     rows = [{"question": "Do it.", "hint": str(n), "system": f"You are {n % 7}."} for n in range(60)]
     path = write(tmp_path / "rows.jsonl", [{**row, "number": n} for n, row in enumerate(rows)])
-    agent: Any = {"agent": ["python"], "rewards": ["length"]}
+    agent: Any = {"agent": ["python"], "rewards": ["length"], "prompt": "question"}
     plain: Any
     other: Any
-    plain, other = (make("prompts", path=path, **agent, **given) for given in ({}, options))
+    plain, other = (make("prompts", path=path, **(agent | given)) for given in ({}, options))
     assert set(plain.table.splits) == {"train", "validation", "test"} and other.table.splits == plain.table.splits
+
+
+def test_system_messages_that_a_program_reads_tell_levels_apart(tmp_path: Path) -> None:
+    for name in ("system", "system_prompt"):
+        path = write(tmp_path / f"{name}.jsonl", [{name: f"s{n}"} for n in range(200)])
+        env: Any = make("prompts", path=path, agent=["python"], rewards=["length"])
+        assert len(set(env.table.keys)) == 200 and set(env.table.splits) == {"train", "validation", "test"}
 
 
 def test_a_question_under_two_system_messages_is_in_one_split(tmp_path: Path) -> None:

@@ -267,6 +267,9 @@ def test_a_template_beside_an_environment_leaves_its_rows_apart(tmp_path: Path) 
 def test_an_environment_needs_no_prompt(tmp_path: Path) -> None:
     asked = [{"role": "user", "content": ""}]  # as TRL fills it in where there is no data set
     given: list[dict[str, Any]] = [{}, {"prompt": None}, {"prompt": ""}, {"prompt": asked}, {"problem": 3}]
+    given += [{"prompt": []}, {"prompt": " "}, {"input": [0, 1]}, {"query": [0], "input": [{"x": 0}]}]
+    given += [{name: "Read me."} for name in ("question", "problem", "query", "input", "instruction", "messages")]
+    given += [{"messages": [{"role": "system", "content": "a"}]}, {"messages": [1]}, {"messages": []}]
     for number, row in enumerate(given):
         path = saved(tmp_path / f"{number}.jsonl", [row | {"target": n} for n in range(60)])
         env: Any = envs.make("prompts", path=path, environment=f"{__name__}:Judge")
@@ -276,6 +279,41 @@ def test_an_environment_needs_no_prompt(tmp_path: Path) -> None:
     path = saved(tmp_path / "led.jsonl", [{"system": "Be brief.", "target": n} for n in range(60)])
     led = Episode(envs.make("prompts", path=path, environment=f"{__name__}:Judge"), Protocol(), 1, "train")
     assert [message["role"] for message in led.messages] == ["system", "user"]
+
+
+class Asking(Counter):
+    def reset(self, question: str, **row: Any) -> str | None:
+        return f"Solve: {question}"
+
+
+def test_a_question_that_reset_shows_is_shown_once(tmp_path: Path) -> None:
+    """TRL takes the column `prompt` and no other; `messages` are taken here as well."""
+    path = saved(tmp_path / "rows.jsonl", [{"question": f"q{n}"} for n in range(60)])
+    options: dict[str, Any] = {"environment": f"{__name__}:Asking", "rewards": ["length"]}
+    env: Any = envs.make("prompts", path=path, **options)
+    episode = Episode(env, Protocol(), 1, "train")
+    assert episode.messages == [{"role": "user", "content": f"Solve: {env.row['question']}"}]
+    assert len(set(env.table.keys)) == 60 and set(env.table.splits) == {"train", "validation", "test"}
+    named: Any = Episode(envs.make("prompts", path=path, prompt="question", **options), Protocol(), 1, "train")
+    assert named.messages[-1]["content"] == "{0}Solve: {0}".format(named.env.row["question"])
+    turns = [{"role": "user", "content": "Hello. "}, {"role": "assistant", "content": "Hi."}]
+    path = saved(tmp_path / "talks.jsonl", [{"messages": turns, "question": f"q{n}"} for n in range(60)])
+    talk: Any = Episode(envs.make("prompts", path=path, **options), Protocol(), 1, "train")
+    assert talk.messages[-1]["content"] == f"Hello. Solve: {talk.env.row['question']}"
+
+
+def test_a_prompt_of_something_else_than_messages_is_refused_beside_an_environment(tmp_path: Path) -> None:
+    path = saved(tmp_path / "rows.jsonl", [{"prompt": [0, 1], "target": n} for n in range(60)])
+    with pytest.raises(ValueError, match=r"row 1 of .*prompt is neither a text nor a list of messages"):
+        envs.make("prompts", path=path, environment=f"{__name__}:Judge")
+
+
+def test_system_messages_that_reset_reads_tell_levels_apart(tmp_path: Path) -> None:
+    path = saved(tmp_path / "rows.jsonl", [{"system": f"s{n}", "target": 3} for n in range(200)])
+    wide: Any = envs.make("prompts", path=path, environment=f"{__name__}:Judge")
+    assert len(set(wide.table.keys)) == 200 and set(wide.table.splits) == {"train", "validation", "test"}
+    narrow: Any = envs.make("prompts", path=path, environment=f"{__name__}:Narrow", rewards=["length"])
+    assert len(set(narrow.table.keys)) == 200 and len(set(narrow.table.splits)) == 1, "one task in other words"
 
 
 def test_what_reset_does_not_read_makes_no_level(tmp_path: Path) -> None:

@@ -492,6 +492,7 @@ def test_the_exit_code_can_be_the_reward(tmp_path: Path, tiny_chat: Chat) -> Non
         sys.exit([0, 3, 5][int(row["answer"]) % 3])
         """
     env = section(tmp_path, code, rewards=[{"name": "exit_code", "lost": 3}])
+    env.options["prompt"] = "question"  # then the key of a level begins with it
     for t in played(Answering(tiny_chat, echo), tiny_chat, env, 12):
         kind = int(t.level_key.removeprefix("What is ").partition("?")[0]) % 3
         assert (t.success, t.reward) == (kind == 0, float(kind == 0))
