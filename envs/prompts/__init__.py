@@ -21,6 +21,7 @@ from envs.prompts.columns import columns_for, columns_read_by, reply_of
 from envs.prompts.rewards import own_reward_of, reward_of, with_own_titles
 from envs.prompts.rows import EVERY_COLUMN, Conversation, Rows, Table, conversation_of, table_of
 from envs.protocol import Message
+from envs.sentences import listed
 from envs.tools import environment_of, methods_of, text_in
 from envs.web import NoAnswer
 
@@ -164,12 +165,16 @@ class Prompts(TextEnv):
         self.max_turns = (turns or 4) if self.reply else self.agent.turns if self.agent else self.table.most_turns
 
     def _remedy(self) -> str:
-        """Return what to do where a split has no rows."""
+        """Return what to do where a split has too few rows, or none."""
         if not self.table.alike:
-            return (
-                "Add rows for training: a tenth of them is for validation and a tenth for the test, where the source"
-                " has no such split of its own."
-            )
+            words = {"validation": "validation", "test": "the test"}
+            places = [f"to its {split} split" for split in words if split in self.table.own]
+            held_out = [f"for {of}" for split, of in words.items() if split not in self.table.own]
+            if held_out:
+                places.append(f"for training: a tenth of them is {' and a tenth '.join(held_out)}")
+            elif "train" not in self.table.own:
+                places.append("for training")
+            return f"Add rows {listed(places, 'or')}."
         read = " and the same values of what reset reads" if self.make_environment else " and the same other columns"
         return (
             f"The {self.table.alike:,} rows that are to be divided all have the same prompt"

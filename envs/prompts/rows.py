@@ -85,7 +85,8 @@ class Conversation(NamedTuple):
 class Table:
     """The rows of a source, the key of each level, the split that each belongs to, and the numbers of each split.
 
-    alike: how many rows are divided into splits, where all of them are in one as they do not differ; else 0.
+    own: the splits that the source has itself; the others are held out of its training rows. alike: how many rows are
+    divided into splits, where all of them are in one as they do not differ; else 0.
     """
 
     rows: list[dict[str, Any]]
@@ -94,6 +95,7 @@ class Table:
     numbers: dict[str, list[int]]
     columns: list[str]
     most_turns: int
+    own: tuple[str, ...]
     alike: int
 
 
@@ -111,7 +113,9 @@ def table_of(source: Rows) -> Table:
     numbers: dict[str, list[int]] = {split: [] for split in SPLITS}
     for number, split in enumerate(splits):
         numbers[split].append(number)
-    divided = [each.divided_by for home, each in zip(homes, conversations, strict=True) if home == "train"]
+    own = tuple(split for split in SPLITS if split in homes)
+    of_train = [each.divided_by for home, each in zip(homes, conversations, strict=True) if home == "train"]
+    divided = [] if own == SPLITS else of_train
     return Table(
         rows,
         [each.key for each in conversations],
@@ -119,6 +123,7 @@ def table_of(source: Rows) -> Table:
         numbers,
         list(dict.fromkeys(column for row in rows for column in row)),
         max(1 + len(each.later) for each in conversations),
+        own,
         len(divided) if len(divided) > 1 and len(set(divided)) == 1 else 0,
     )
 

@@ -584,6 +584,33 @@ def test_rows_of_one_prompt_are_told_where_a_split_has_none(tmp_path: Path) -> N
             )
 
 
+@pytest.mark.parametrize(
+    ("splits", "words"),
+    [
+        (("train",), "Add rows for training: a tenth of them is for validation and a tenth for the test."),
+        (("train", "validation", "test"), "Add rows to its validation split or to its test split."),
+        (("train", "validation"), "Add rows to its validation split or for training: a tenth of them is for the test."),
+        (("train", "test"), "Add rows to its test split or for training: a tenth of them is for validation."),
+        (("validation", "test"), "Add rows to its validation split, to its test split or for training."),
+    ],
+)
+def test_more_rows_are_asked_for_where_a_split_takes_them_from(
+    tmp_path: Path, splits: tuple[str, ...], words: str
+) -> None:
+    """Rows for training are divided, unless the source has a split of its own."""
+    for number, split in enumerate(splits):
+        write(tmp_path / f"{split}.jsonl", [{"question": f"{number} + {n}?", "answer": "1"} for n in range(30)])
+    assert make("prompts", path=str(tmp_path)).more_levels.endswith(f" for the test. {words}")
+
+
+def test_rows_of_one_prompt_are_no_problem_where_nothing_is_divided(tmp_path: Path) -> None:
+    for split in ("train", "validation", "test"):
+        write(tmp_path / f"{split}.jsonl", [{"question": "Play.", "answer": str(n)} for n in range(30)])
+    assert make("prompts", path=str(tmp_path)).more_levels.endswith(
+        "Add rows to its validation split or to its test split."
+    )
+
+
 REPOSITORIES = [{"task": "Make the tests pass.", "repo": f"r{n}"} for n in range(300)]
 
 
