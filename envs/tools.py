@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from envs.by_path import by_path
 from envs.in_time import TooLate, awaited_in_time, error_text, in_time
+from envs.sentences import escaped
 
 MOST_CHARACTERS = 4000  # of an answer
 
@@ -113,15 +114,32 @@ def methods_of(instance: Any) -> list[Tool]:
 
 
 def environment_of(path: str) -> Callable[[], Any]:
-    """Return the class of an environment in TRL's style. ValueError, in words, where it cannot be one."""
+    """Return what makes environments in TRL's style. ValueError, in words, where it cannot be called."""
     try:
         made = by_path(path)
     except ValueError as problem:
         raise ValueError(f"the environment {path} cannot be used: {problem}") from problem.__cause__
-    if not callable(made) or not callable(getattr(made, "reset", None)):
+    if not callable(made):
+        raise ValueError(f"the environment {path} is neither a class nor a function that returns an environment.")
+    return made
+
+
+def first_environment(make: Callable[[], Any], path: str) -> Any:
+    """Return an environment in TRL's style. ValueError, in words, where there is none, or it is not one.
+
+    Args:
+        make: a class or a function, as `environment_of` returns it.
+        path: what the message calls it.
+    """
+    try:
+        made = make()
+    except (Exception, SystemExit) as error:  # somebody's code may raise anything
+        words = escaped(error_text(error))
+        raise ValueError(f"the environment {path} cannot be made: it raised {type(error).__name__}: {words}") from error
+    if not callable(getattr(made, "reset", None)):
         raise ValueError(
-            f"the environment {path} is not a class with a method reset(**row) -> str | None, as TRL's"
-            " environment_factory expects."
+            f"the environment {path} makes a {type(made).__name__}, which has no method reset(**row) -> str | None, as"
+            " TRL's environment_factory expects it."
         )
     return made
 

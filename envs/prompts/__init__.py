@@ -22,7 +22,7 @@ from envs.prompts.rewards import own_reward_of, reward_of, with_own_titles
 from envs.prompts.rows import EVERY_COLUMN, Conversation, Rows, Table, conversation_of, table_of
 from envs.protocol import Message
 from envs.sentences import listed
-from envs.tools import environment_of, methods_of, text_in
+from envs.tools import environment_of, first_environment, methods_of, text_in
 from envs.web import NoAnswer
 
 __all__ = ["AgentProgram", "Prompts", "TrainerState"]
@@ -64,17 +64,16 @@ class Prompts(TextEnv):
     - `path="embedded"`: problems that are generated; or a data set of the Hub, a file or a folder.
     - `config=None`: the configuration of a data set of the Hub, such as "main".
     - `rows=None`: rows that are read at most, of each split.
-    - `prompt=None`: the column that holds the prompt, a text or messages; None takes the first of prompt, messages,
-      question, problem, instruction, query and input that is there; with `environment` or `agent` prompt or messages.
-      Of `messages`, the model answers each user message.
+    - `prompt=None`: the column, a text or messages; None takes the first of prompt, messages (whose every user message
+      is answered), question, problem, instruction, query and input; with `environment` or `agent` of the first two.
     - `template=None`: a Jinja template that makes the prompt of the row's columns: "{{ question }} Think first."
     - `system=None`: a system message before it; None takes the columns system and system_prompt, unless `template` is
       set.
     - `rewards=None`: names of rewards.py, paths `module:function`, or mappings with `name`, `weight` and options; None
       takes math, or the `get_reward` of `environment` alone.
-    - `environment=None`: `module:Class` of an environment in the style of TRL's `environment_factory`. Each episode has
-      an instance of its own: what reset(**row) returns is added to the prompt's last message, its public methods are
-      tools, `get_reward` is one more reward, and reward functions are given `environments`.
+    - `environment=None`: `module:name` of a class or function that makes an environment, as TRL's
+      `environment_factory`. Each episode has its own: what reset(**row) returns is added to the prompt's last message,
+      its public methods are tools, `get_reward` is one more reward, and reward functions are given `environments`.
     - `reply=None`: `module:function` that writes the next user message: reply(messages, **columns) -> str or None; it
       is given the columns that it has parameters for.
     - `turns=None`: answers in an episode with `reply`; 4 when None.
@@ -116,7 +115,9 @@ class Prompts(TextEnv):
         render_mode: str | None = None,
     ):
         self.make_environment = None if environment is None else environment_of(environment)
-        self.environment: Any = self.make_environment() if self.make_environment else None
+        self.environment: Any = None
+        if self.make_environment and environment:
+            self.environment = first_environment(self.make_environment, environment)
         rewarding = hasattr(self.environment, "get_reward")
         rewards = ([] if rewarding else ["math"]) if rewards is None else rewards
         if not (rewards or rewarding) or isinstance(rewards, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from pathlib import Path
@@ -170,6 +171,33 @@ def test_an_environment_that_raises_costs_its_own_answer_alone(
     assert f"row {episodes[0].env.level.number + 1} and 1 more" in capsys.readouterr().err
 
 
+class Scored(Counter):
+    def __init__(self, reward: float) -> None:
+        super().__init__()
+        self.reward = reward
+
+    def get_reward(self) -> float:
+        return self.reward
+
+
+def scored() -> Scored:
+    return Scored(0.25)
+
+
+half = functools.partial(Scored, reward=0.5)
+
+
+@pytest.mark.parametrize(("kind", "reward"), [("scored", 0.25), ("half", 0.5)])
+def test_anything_that_makes_an_environment_is_one(tmp_path: Path, kind: str, reward: float) -> None:
+    """A function or a partial, as TRL's environment_factory takes them."""
+    env: Any = opened(tmp_path, kind)
+    for seed in (1, 2):
+        episode = Episode(env, Protocol(), seed, "train")
+        assert episode.messages[-1]["content"].endswith(". Count to 3.")
+        assert count(episode, 1).results[0]["content"] == "1", "each episode has an instance of its own"
+        assert episode.step("Done.").reward == reward and env.rewards[0].title == "Scored"
+
+
 class Narrow(Counter):
     def reset(self, target: int) -> str | None:  # no **row
         return super().reset(target)
@@ -335,11 +363,41 @@ def test_rows_that_are_one_level_are_told_where_a_split_has_none(tmp_path: Path)
             env.reset(seed=1, options={"split": split})
 
 
+NUMBER = 5
+
+
+class Resetless: ...
+
+
+class Red(Counter):
+    def __init__(self) -> None:
+        raise ValueError("\x1b[31mred")
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class Mute(Counter):
+    def __init__(self) -> None:
+        raise Wordless
+
+
+def without_reset() -> dict[str, int]:
+    return {}
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("Missing", "has no Missing"),
-        ("near", "is not a class with a method reset"),
+        ("near", r"near cannot be made: it raised TypeError: near\(\) missing 3 required positional arguments"),
+        ("Red", r"Red cannot be made: it raised ValueError: \\x1b\[31mred$"),
+        ("Mute", r"Mute cannot be made: it raised Wordless: \(without words: its __str__ raised\)$"),
+        ("NUMBER", "NUMBER is neither a class nor a function"),
+        ("without_reset", r"without_reset makes a dict, which has no method reset\(\*\*row\) -> str \| None, as TRL"),
+        ("Resetless", "Resetless makes a Resetless, which has no method reset"),
         ("Untyped", "wait has no schema"),
         ("Demanding", "missing a required argument: 'level'"),
     ],
