@@ -29,6 +29,10 @@ TEXTS = (  # to whoever a TypeError of their function surprises
     ' (the prompts are texts, so completions are texts: a function that reads completion[0]["content"] needs prompts of'
     " messages)"
 )
+GIVEN_MESSAGES = (  # and to whoever writes a function of texts
+    " (with tools, and for prompts of messages, completions are lists of messages: completion[-1] has the last text in"
+    ' its "content")'
+)
 Parts = dict[str, float]  # what each function gave an answer, by its title; those that do not apply are left out
 
 
@@ -94,14 +98,21 @@ def call_rewards(
     for reward, result in zip(rewards, _all(rewards, answered, timeout, state), strict=True):
         values = _values(result, len(answered), reward.weight)
         if bad := [place for place, value in enumerate(values) if isinstance(value, str)]:
-            hint = TEXTS if isinstance(result, TypeError) and isinstance(answered[bad[0]].completion, str) else ""
-            leave_out(bad, f"the reward {reward.title} {values[bad[0]]}{hint}")
+            leave_out(bad, f"the reward {reward.title} {values[bad[0]]}{_hint(result, answered[bad[0]])}")
         for place, value in enumerate(values):
             if isinstance(value, float):
                 parts[place][reward.title] = value
     if lacking := [place for place in range(len(answered)) if not parts[place] and place not in failed]:
         leave_out(lacking, "no reward function applies")
     return [ValueError(failed[i]) if i in failed else parts[i] for i in range(len(answered))]
+
+
+def _hint(result: Any, answered: Answered) -> str:
+    """Return which kind of completion a function was given, where what it raised may be about the other kind."""
+    if isinstance(answered.completion, str):
+        return TEXTS if isinstance(result, TypeError) else ""
+    about_lists = isinstance(result, AttributeError | TypeError) and "list" in error_text(result)
+    return GIVEN_MESSAGES if about_lists else ""
 
 
 def _values(result: Any, count: int, weight: float) -> list[float | str | None]:
@@ -120,7 +131,7 @@ def _value(value: Any, weight: float) -> float | str:
         return _raised(value)
     if inspect.iscoroutine(value):
         value.close()  # or Python warns that it was never awaited
-        return "returned a coroutine: a function that waits is written with async def"
+        return "returned coroutines: await them in an async function, for example by asyncio.gather"
     try:  # somebody's object may raise anything
         number = float(value)
     except Exception:

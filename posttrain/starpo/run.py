@@ -199,6 +199,8 @@ class Crashed(UserError):
         options = "".join(f" {shlex.quote(f'{key}={json.dumps(value)}')}" for key, value in env.options.items())
         what = "reward function" if env.name == "prompts" else "environment"
         remedy = f"Correct the {what}: `posttrain env check {env.name}{options}` plays it and says what is wrong."
+        if env.name == "prompts" and (env.tools or env.options.get("agent")):  # the check has neither
+            remedy = f"Correct the {what}."
         if last.startswith(PROGRAM_CRASHED):
             remedy = "Correct the program: `posttrain serve` answers it as well, with its OPENAI_BASE_URL and a key."
         if "`protocol.parser:" in last:

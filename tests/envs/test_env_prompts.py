@@ -346,7 +346,7 @@ def test_async_functions_wait_side_by_side(module: Module) -> None:
         ("return [float('nan')]", "returned nan, which is not a finite number"),
         ("return ['1']", "returned '1', which is not a finite number"),
         ("return ['one']", "returned 'one', which is not a finite number"),
-        ("async def one(): return 1.0\n    return [one()]", "returned a coroutine: a function that waits is written"),
+        ("async def one(): return 1.0\n    return [one()]", "returned coroutines: await them"),
         ("return None", "returned NoneType, and not a list"),
         ("return {'a': 1.0}", "returned dict, and not a list"),
         ("return (1 / 0 for _ in completions)", "raised ZeroDivisionError"),

@@ -14,6 +14,7 @@ from envs import make
 from envs.base import LateReward
 from envs.episode import Episode
 from envs.protocol import Protocol
+from envs.tools import tool_of
 from envs.web import NoAnswer
 
 
@@ -190,6 +191,34 @@ def test_a_function_that_expects_messages_is_told_of_texts(tmp_path: Path, modul
     path = rows_at(tmp_path, {"prompt": [{"role": "user", "content": "a"}]})
     (right,), (wrong,) = (rewards_of([text], path=path, rewards=[f"{name}:f"]) for text in "xy")
     assert right == 1.0 and "raised TypeError" in str(wrong) and "prompts of messages" not in str(wrong)
+
+
+@pytest.mark.parametrize("call", ["c.lower()", "re.search('x', c)", "c + ''"])
+def test_a_function_that_expects_texts_is_told_of_messages(tmp_path: Path, module: Any, call: str) -> None:
+    """With tools TRL gives messages as well."""
+    name = module(
+        f"import re\ndef f(prompts, completions, **columns): return [float(bool({call})) for c in completions]\n"
+    )
+    env: Any = make("prompts", path=rows_at(tmp_path, {"prompt": "a"}), rewards=[f"{name}:f"])
+    env.late, env.tools = True, [tool_of("examples.own_tool:calculate")]
+    Episode(env, Protocol.of(env), 0).step("x")
+    (told,) = env.score([env])
+    assert "(with tools, and for prompts of messages, completions are lists of messages" in str(told)
+    assert len(str(told)) < 280, "a crash is told in 300 characters"
+    (right,) = rewards_of(["x"], path=rows_at(tmp_path, {"prompt": "a"}), rewards=[f"{name}:f"])
+    assert right == 1.0
+
+
+def test_coroutines_in_a_list_are_to_be_awaited(module: Any) -> None:
+    """Whether or not the function that returns them is async."""
+    name = module(
+        "async def inner(): return 1.0\n"
+        "def f(prompts, completions, **columns): return [inner() for _ in completions]\n"
+        "async def g(prompts, completions, **columns): return [inner() for _ in completions]\n"
+    )
+    for function in "fg":
+        (told,) = rewards_of(["x"], rewards=[f"{name}:{function}"])
+        assert f"reward {function} returned coroutines: await them in an async function, for ex" in str(told)
 
 
 def test_an_answer_that_the_first_function_does_not_judge_is_not_called_wrong(

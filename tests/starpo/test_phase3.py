@@ -34,6 +34,7 @@ from envs.players import demonstrate
 from envs.protocol import Protocol
 from posttrain.config.evaluation import EvaluateRun
 from posttrain.config.loading import resolve
+from posttrain.config.shared import EnvSection
 from posttrain.config.starpo import StarPORun
 from posttrain.evaluation.figures import env_figures
 from posttrain.evaluation.scoring import Loaded, run_task
@@ -50,7 +51,7 @@ from posttrain.starpo.learner import schedule
 from posttrain.starpo.monitoring import transcripts, watch
 from posttrain.starpo.monitoring.episodes import describe
 from posttrain.starpo.monitoring.monitor import Monitor
-from posttrain.starpo.run import environments_of_groups, refuse_crashes
+from posttrain.starpo.run import Crashed, environments_of_groups, refuse_crashes
 from posttrain.starpo.run_state import RunState
 from posttrain.types import Segment, Trajectory, UserError
 
@@ -705,6 +706,16 @@ def test_one_environment_of_two_that_always_raises_is_named(player: Path, tmp_pa
     with pytest.raises(UserError, match=r"boxes has crashed in every episode of 2 steps.*env check sokoban"):
         refuse_crashes(cfg, state, [group("frozen_lake", well, ill), group("boxes", ill, ill)])
     assert state.crashed_steps == {}, "a resumed run counts anew"
+
+
+def test_a_check_that_cannot_show_a_crash_is_not_named() -> None:
+    """It has no tools and starts no program, so it gives reward functions other completions, or none."""
+    told = [
+        str(Crashed(EnvSection.model_validate({"name": "prompts", **more}), "of 3 steps", "ValueError: no"))
+        for more in ({}, {"tools": ["examples.own_tool:calculate"]}, {"options": {"agent": ["python"]}})
+    ]
+    assert "`posttrain env check prompts` plays it" in told[0]
+    assert all(each.endswith("the last time with ValueError: no. Correct the reward function.") for each in told[1:])
 
 
 def test_a_step_in_which_every_environment_crashed_teaches_nothing(player: Path, tmp_path: Path) -> None:
