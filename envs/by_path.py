@@ -10,6 +10,9 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from envs.in_time import error_text
+from envs.sentences import escaped
+
 PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -40,10 +43,12 @@ def imported(module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise ValueError(f"{module_name} imports {error.name}, which is not installed.") from error
+            missing = escaped(str(error.name))
+            raise ValueError(f"{module_name} imports {missing}, which is not installed.") from error
         file = module_name.replace(".", os.sep) + ".py"
         raise ValueError(
             f"there is no module {module_name}: run the command in the folder that has {file}, or install its package."
         ) from None
     except (Exception, SystemExit) as error:  # a module may raise anything
-        raise ValueError(f"importing {module_name} raised {type(error).__name__}: {error}") from error
+        words = escaped(error_text(error))
+        raise ValueError(f"importing {module_name} raised {type(error).__name__}: {words}") from error

@@ -21,8 +21,10 @@ from envs import CAPABILITIES, SPLITS, make, names, option
 from envs.base import NoLevel, known
 from envs.episode import Episode
 from envs.hostile import HOSTILE, HOSTILE_TEXTS, meet_hostile_text
+from envs.in_time import error_text
 from envs.players import play_scripted
 from envs.promises import LEVELS, SAME, TURNS, Subject, already, broken_promises, env_digest, protocol_for, where_raised
+from envs.sentences import escaped
 from envs.web import NoAnswer
 
 COLOURS = {"system": "yellow", "user": "cyan", "assistant": "green"}
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env check") -
     try:
         subject = check_request(arguments)
     except (ValueError, NoAnswer) as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {escaped(error_text(problem))}", file=sys.stderr)
         return 2
     try:
         if arguments.hostile:
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env check") -
             return 0
         return show_digest(subject) if arguments.digest else look(subject, arguments.seed)
     except (NoLevel, NoAnswer) as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {escaped(error_text(problem))}", file=sys.stderr)
         return 2
 
 

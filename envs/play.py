@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from envs import SPLITS, make, names, option
 from envs.base import known
 from envs.episode import Episode
+from envs.in_time import error_text
 from envs.protocol import STYLES, Protocol, Turn, format_response
+from envs.sentences import escaped
 from envs.web import NoAnswer
 
 THOUGHT = "#"  # begins a line with the thought of the next action
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env play") ->
         protocol = Protocol.of(env, max_turns=arguments.turns, style=arguments.style)
         episode = Episode(env, protocol, arguments.seed, split)
     except (ValueError, NoAnswer) as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {escaped(error_text(problem))}", file=sys.stderr)
         return 2
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # whatever is piped in, and whatever a terminal cannot show
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env play") ->
     except (EOFError, KeyboardInterrupt):
         print()
     except NoAnswer as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {escaped(error_text(problem))}", file=sys.stderr)
         return 2
     print(summary(episode, sum(rewards)))
     return 0

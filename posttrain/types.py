@@ -22,8 +22,16 @@ class UserError(Exception):
 
 def one_line(error: BaseException) -> str:
     """Return an exception as part of a sentence: "OSError: No such file"; a terminal obeys nothing in it."""
-    words = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {''.join(each if each.isprintable() else ascii(each)[1:-1] for each in words)}"
+    try:
+        words = " ".join(str(error).split())[:300]
+    except Exception:  # somebody's exception may raise anything
+        words = "(without words: its __str__ raised)"
+    return f"{type(error).__name__}: {for_terminal(words)}"
+
+
+def for_terminal(text: str) -> str:
+    """Return a text that a terminal shows and does not obey: all but line feeds that cannot be printed is escaped."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
 def markdown_text(value: object) -> str:

@@ -23,7 +23,7 @@ from posttrain.config.shared import Section, hint
 from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
 from posttrain.config.yaml_file import parse_yaml, read_yaml
 from posttrain.files import failed_write, keep_standard_streams, lost, out_of_memory
-from posttrain.types import UserError
+from posttrain.types import UserError, for_terminal
 
 Config = TypeVar("Config", bound=Section)
 
@@ -38,7 +38,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     try:
         main()
     except UserError as problem:
-        print(f"error: {as_started(str(problem))}", file=sys.stderr)
+        print(f"error: {for_terminal(as_started(str(problem)))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -15,8 +15,10 @@ import torch
 from transformers import set_seed
 
 from envs.episode import Episode
+from envs.in_time import error_text
 from envs.process_state import keep_process_state
 from envs.prompts import Prompts, TrainerState
+from envs.sentences import escaped
 from posttrain import models, plan
 from posttrain.config import ChatRun, EnvSection, StarPORun, TrainingEnvSection, command, yaml_value
 from posttrain.models import Chat, model_card
@@ -186,9 +188,9 @@ def check_environments(cfg: StarPORun) -> None:
                 for split in ("train", "validation", "test"):
                     made.reset(seed=0, options={"split": split})
         except (Exception, SystemExit) as problem:  # an environment may raise anything
-            words = str(problem)
+            words = escaped(error_text(problem))
             if not isinstance(problem, ValueError | TypeError):
-                words = f"it raised {type(problem).__name__}: {problem}. See posttrain env check {env.name}."
+                words = f"it raised {type(problem).__name__}: {words}. See posttrain env check {env.name}."
             raise UserError(f"envs.{n} ({env.title}): {words}") from problem
 
 

@@ -38,7 +38,7 @@ from posttrain.config.shared import PRESETS, TrainingRun
 from posttrain.config.starpo import StarPORun
 from posttrain.config.trl_fields import DPO_LOSSES, SET_BY_SCRIPTS, fields_of_trl
 from posttrain.config.yaml_file import read_yaml
-from posttrain.types import SamplingParams, UserError
+from posttrain.types import SamplingParams, UserError, one_line
 
 ROOT = Path(__file__).parents[2]
 RUNS: dict[str, Any] = {
@@ -1105,12 +1105,22 @@ def test_what_the_system_refuses_is_one_paragraph(tmp_path, capsys):
 
 
 def test_run_prints_one_paragraph_and_exits_with_2(capsys):
+    """A terminal obeys nothing in it, whatever the words of somebody's exception are."""
+
     def fails() -> None:
-        raise UserError("This is wrong: write that.")
+        raise UserError("This is wrong: \x1b[31mwrite\tthät.")
 
     with pytest.raises(SystemExit) as left:
         config.run(fails)
-    assert left.value.code == 2 and capsys.readouterr().err == "error: This is wrong: write that.\n"
+    assert left.value.code == 2 and capsys.readouterr().err == "error: This is wrong: \\x1b[31mwrite\\tthät.\n"
+
+
+def test_an_exception_without_words_is_a_part_of_a_sentence_as_well():
+    class Mute(Exception):
+        __str__ = None  # pyright: ignore[reportAssignmentType]
+
+    assert one_line(Mute()) == "Mute: (without words: its __str__ raised)"
+    assert one_line(ValueError("\x1b[31ma\nb")) == "ValueError: \\x1b[31ma b"
 
 
 def test_run_leaves_bugs_alone_and_passes_interruptions_on():

@@ -16,6 +16,7 @@ from tiny_runs import ROOT
 
 import envs
 from envs import check, play
+from envs.base import TextEnv
 from envs.episode import Episode
 from envs.protocol import Protocol
 
@@ -84,6 +85,18 @@ def test_bad_input_is_told_in_one_paragraph(command, says, capsys) -> None:
     assert play.main(command) == 2
     told = capsys.readouterr()
     assert says in told.err and not told.out and "\n\n" not in told.err
+
+
+class Red(TextEnv):
+    def __init__(self, render_mode: str | None = None) -> None:
+        raise ValueError("\x1b[31mred\nand blue")
+
+
+@pytest.mark.parametrize("main", [play.main, check.main])
+def test_what_an_environment_raises_does_not_control_the_terminal(main, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(envs, "_by_name", lambda name: Red)
+    monkeypatch.setattr(Red, "__abstractmethods__", frozenset())
+    assert main(["red"]) == 2 and capsys.readouterr().err == "error: \\x1b[31mred and blue\n"
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,21 @@ def test_coroutines_in_a_list_are_to_be_awaited(module: Any) -> None:
         assert f"reward {function} returned coroutines: await them in an async function, for ex" in str(told)
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise ValueError('\\x1b[31mred\\nand more')", r"raised ValueError: \x1b[31mred and more"),
+        ("class Mute(Exception): __str__ = None\nraise Mute", "raised Mute: (without words: its __str__ raised)"),
+        ("raise ModuleNotFoundError(name='\\x1b[31m')", r"imports \x1b[31m, which is not installed"),
+    ],
+)
+def test_a_module_that_raises_is_named_in_one_line(module: Any, code: str, words: str) -> None:
+    name = module(code)
+    with pytest.raises(ValueError) as error:
+        make("prompts", rewards=[f"{name}:f"])
+    assert words in str(error.value) and str(error.value).isprintable()
+
+
 def test_an_answer_that_the_first_function_does_not_judge_is_not_called_wrong(
     module: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

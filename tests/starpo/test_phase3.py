@@ -838,17 +838,31 @@ def test_pictures_numbers_and_keys_of_a_strange_environment(
     assert len((tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()) >= 2
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError("no water"), r"it raised OSError: no water\. See .*env check"),
+        (ValueError("\x1b[31mred\nand blue"), r"\\x1b\[31mred and blue"),
+        (Mute(), r"it raised Mute: \(without words: its __str__ raised\)\. See .*env check"),
+    ],
+)
 def test_an_environment_that_never_begins_is_refused_in_words(
-    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     from envs.frozen_lake import FrozenLake
 
     def broken(self: FrozenLake, **_: Any) -> Any:
-        raise OSError("no water")
+        raise error
 
     monkeypatch.setattr(FrozenLake, "reset", broken)
-    with pytest.raises(UserError, match=r"envs\.0 \(frozen_lake\): it raised OSError: no water.*env check"):
+    with pytest.raises(UserError, match=rf"envs\.0 \(frozen_lake\): {words}") as told:
         train(settings(tmp_path / "run.yaml", player))
+    assert str(told.value).isprintable()
 
 
 def test_environments_share_the_groups_by_weight(player: Path, tmp_path: Path) -> None:
