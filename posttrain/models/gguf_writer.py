@@ -36,10 +36,14 @@ SPLITS = {_WORDS % "": "qwen2", _WORDS % "{1,3}": "llama-bpe"}
 
 
 class Kind(NamedTuple):
-    """An architecture: llama.cpp's, and what becomes of a weight of transformers'."""
+    """An architecture: llama.cpp's, what becomes of a weight of transformers', and the settings that are computed.
+
+    A GGUF file has no place for these settings. With other values it would be another model.
+    """
 
     arch: gguf.MODEL_ARCH
     change: Callable[[str, torch.Tensor, Any], torch.Tensor]
+    computed: dict[str, str | bool]
 
 
 def _as_it_is(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
@@ -60,11 +64,21 @@ def _transposed(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
     return weight.t() if re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name) else weight
 
 
+_GATED: dict[str, str | bool] = {"hidden_act": "silu"}
 KINDS = {
-    "llama": Kind(gguf.MODEL_ARCH.LLAMA, _pairs_adjacent),
-    "qwen2": Kind(gguf.MODEL_ARCH.QWEN2, _as_it_is),
-    "qwen3": Kind(gguf.MODEL_ARCH.QWEN3, _as_it_is),
-    "gpt2": Kind(gguf.MODEL_ARCH.GPT2, _transposed),
+    "llama": Kind(gguf.MODEL_ARCH.LLAMA, _pairs_adjacent, _GATED | {"attention_bias": False, "mlp_bias": False}),
+    "qwen2": Kind(gguf.MODEL_ARCH.QWEN2, _as_it_is, _GATED),  # with biases of queries, keys and values
+    "qwen3": Kind(gguf.MODEL_ARCH.QWEN3, _as_it_is, _GATED | {"attention_bias": False}),
+    "gpt2": Kind(
+        gguf.MODEL_ARCH.GPT2,
+        _transposed,
+        {
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
 }
 
 
@@ -81,11 +95,15 @@ def reason_against(config: Any, tokenizer: Any) -> str:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         return f"its positions are scaled (rope_type {rope['rope_type']}), which is not written here. {CONVERTER}"
-    if getattr(config, "use_sliding_window", False):
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return f"its layers see a sliding window, which is not written here. {CONVERTER}"
-    activation = getattr(config, "hidden_act", None) or config.activation_function
-    if activation not in ("silu", "gelu_new"):
-        return f"its activation {activation} is not the one that llama.cpp computes for {kind}"
+    for key, value in (KINDS[kind].computed | {"is_causal": True}).items():
+        if (own := getattr(config, key, value)) != value:
+            here, there = (f"{key}={json.dumps(each, default=str)}" for each in (own, value))
+            return (
+                f"its config.json has {here}, and a GGUF file of {kind} is computed with {there}. Other tools load the"
+                " folder with transformers, or as a server: `posttrain serve`"
+            )
     if len(tokenizer) > config.vocab_size:
         return f"its tokenizer has {len(tokenizer)} tokens, and the model {config.vocab_size}"
     if not pre_tokenizer_of(tokenizer):
@@ -96,7 +114,8 @@ def reason_against(config: Any, tokenizer: Any) -> str:
 def pre_tokenizer_of(tokenizer: Any) -> str:
     """Return llama.cpp's name for how this tokenizer splits text; "" where none is known to be the same.
 
-    Byte-level BPE alone: GPT-2's rule, SmolLM2's single digits before it, or the patterns of `SPLITS`.
+    Byte-level BPE alone: GPT-2's rule, SmolLM2's single digits before it, or the patterns of `SPLITS`. A GGUF file has
+    no place for a normalizer. NFC is let through, because it changes no composed text, and llama.cpp leaves it out.
     """
     if not hasattr(tokenizer, "backend_tokenizer"):
         return ""
@@ -106,7 +125,7 @@ def pre_tokenizer_of(tokenizer: Any) -> str:
     last = steps.pop()
     if model["type"] != "BPE" or model.get("byte_fallback") or last.get("type") != "ByteLevel":
         return ""
-    if last["add_prefix_space"]:
+    if last["add_prefix_space"] or (spec.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         return ""
     name = ""
     if last["use_regex"]:
@@ -218,7 +237,7 @@ def _block(tag: re.Match[str]) -> str:
 def _tensors(net: Any, wanted: GGMLQuantizationType) -> Iterator[tuple[str, np.ndarray, GGMLQuantizationType]]:
     """Yield name, numbers and type of each tensor, with matrices in the type that is wanted."""
     config = net.config
-    arch, change = KINDS[config.model_type]
+    arch, change, _ = KINDS[config.model_type]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name, weight in net.state_dict().items():

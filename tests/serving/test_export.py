@@ -15,7 +15,7 @@ import torch
 from gguf import GGUFReader, quants
 from peft import LoraConfig, get_peft_model
 from tiny_runs import ROOT, called
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from posttrain import models
 from posttrain.models import gguf_writer
@@ -42,9 +42,9 @@ def prompt(tokenizer: Any) -> list[int]:
     return tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
 
 
-def family(folder: Path, name: str) -> Path:
+def family(folder: Path, name: str, **changes: Any) -> Path:
     """A model of a family, with the tokenizer rules that its makers use: Qwen has its own."""
-    model_families.write(folder, name, **WRITTEN.get(name, {}))
+    model_families.write(folder, name, **(WRITTEN.get(name, {}) | changes))
     if name.startswith("qwen"):
         file = folder / "tokenizer.json"
         spec = json.loads(file.read_text())
@@ -259,17 +259,71 @@ def test_convgpt_says_why_not(tmp_path: Path) -> None:
     assert "convolves" in gguf_writer.reason_against(config, tokenizer)
 
 
-def test_settings_that_llama_cpp_would_not_compute_are_refused(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "model", "llama"))
-    config: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama", "rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "hidden_act", "gelu_new"),
+        ("llama", "attention_bias", True),
+        ("llama", "mlp_bias", True),
+        ("llama", "is_causal", False),
+        ("qwen2.5", "hidden_act", "gelu_new"),
+        ("qwen2.5", "layer_types", ["sliding_attention", "full_attention"]),
+        ("qwen3", "attention_bias", True),
+        ("gpt2", "activation_function", "silu"),
+        ("gpt2", "scale_attn_weights", False),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("gpt2", "add_cross_attention", True),
+    ],
+)
+def test_settings_that_llama_cpp_would_not_compute_are_refused(name: str, key: str, value: Any, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "model", name))
+    config: Any = AutoConfig.from_pretrained(tmp_path / "model")
     assert gguf_writer.reason_against(config, tokenizer) == ""
-    for key, value in (
-        ("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
-        ("hidden_act", "gelu"),
-        ("use_sliding_window", True),
-    ):
-        changed = type(config)(**(config.to_dict() | {key: value}))
-        assert gguf_writer.reason_against(changed, tokenizer) != "", key
+    changed = type(config)(**(config.to_dict() | {key: value}))
+    assert gguf_writer.reason_against(changed, tokenizer) != ""
+
+
+def test_layers_are_refused_only_if_they_see_a_sliding_window(tmp_path: Path) -> None:
+    """max_window_layers: so many layers see everything before the first one that does not."""
+    tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "model", "qwen2.5"))
+    config = AutoConfig.from_pretrained(tmp_path / "model").to_dict()
+    window = {"use_sliding_window": True, "sliding_window": 16, "layer_types": None}
+    for layers, words in ((2, ""), (1, "its layers see a sliding window")):
+        settings: dict[str, Any] = {**config, **window, "max_window_layers": layers}
+        made = Qwen2Config(**settings)
+        assert gguf_writer.reason_against(made, tokenizer).startswith(words)
+        assert bool(gguf_writer.reason_against(made, tokenizer)) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": False, "head_dim": 16, "rms_norm_eps": 1e-2, "num_key_value_heads": 1}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+        ("qwen2.5", {"tie_word_embeddings": False}),
+        ("qwen3", {"tie_word_embeddings": True, "head_dim": 128}),
+        ("gpt2", {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-2, "reorder_and_upcast_attn": True}),
+    ],
+)
+def test_other_settings_are_read_back(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    net, tokenizer = load(family(tmp_path / "model", name, **changes))
+    file = export_run(tmp_path / "model", "gguf", tmp_path / "m.gguf", "f32")
+    again, _ = load(convert(file, tmp_path / "back"))
+    ids = torch.tensor([prompt(tokenizer)])
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, net(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tokenizer_that_changes_letters_is_refused(tmp_path: Path) -> None:
+    """A GGUF file has no place for it. NFC, which Qwen's has, changes no text that is composed already."""
+    file = family(tmp_path / "model", "llama") / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    for change, refused in (({"type": "NFC"}, False), ({"type": "Lowercase"}, True)):
+        file.write_text(json.dumps(spec | {"normalizer": change}))
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+        assert (gguf_writer.pre_tokenizer_of(tokenizer) == "") == refused
 
 
 def test_numbers_beyond_f16_are_refused_and_leave_nothing(tmp_path: Path) -> None:
