@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ from posttrain.types import UserError
 FORMS = ("gguf", "ollama", "merged", "adapter")
 KINDS = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # bytes of a number
 ADAPTER = "adapter_config.json"
+# Beside the weights, which `checkpoint.weight_files` knows: the model card, and code of models that bring their own.
+BESIDE_WEIGHTS = ("README.md", "*.py")
+ADAPTER_FILES = (
+    "adapter_*",
+    "README.md",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.jinja",
+)
 LONGEST = 8192  # tokens: Ollama keeps memory for all of them, and takes 4,096 where nothing is written
 
 
@@ -47,13 +60,16 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
         raise UserError(f"{out} already exists and is not changed. Write --out with another path.")
     from posttrain.serving.publish.content import model_of
 
-    is_adapter = (source / ADAPTER).is_file()
-    if is_adapter and form != "adapter" and (source.with_name("final") / "config.json").is_file():
-        source, is_adapter = source.with_name("final"), False  # of a run: merged, with tokens and template of training
+    is_adapter, place = (source / ADAPTER).is_file(), source.resolve()
+    # A run's own adapter alone: a checkpoint beside `final` is of another step.
+    own = is_adapter and place.name == "adapter"
+    if own and form != "adapter" and (place.with_name("final") / "config.json").is_file():
+        source, is_adapter = place.with_name("final"), False  # merged, with tokens and template of training
     if form == "adapter":
-        return _copy(source if is_adapter else _adapter_of(source), out)
+        folder = source if is_adapter else _adapter_of(source)
+        return _copy(folder, _listed(folder, ADAPTER_FILES), out)
     if form == "merged":
-        return _merge(source, out) if is_adapter else _copy(model_of(source), out)
+        return _merge(source, out) if is_adapter else _copy_model(model_of(source), out)
 
     from posttrain.models import gguf_writer
 
@@ -155,25 +171,43 @@ def _name(source: Path) -> str:
     return "-".join(parts[-2:]) if parts[-1].startswith("phase") else parts[-1]
 
 
-def _copy(folder: Path, out: Path) -> Path:
+def _listed(folder: Path, patterns: Sequence[str]) -> list[str]:
+    """Return the names of files in a folder, but not of those in folders below it: an earlier export may lie there."""
+    names = sorted(each.name for each in folder.iterdir() if each.is_file())
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+
+
+def _copy(folder: Path, names: Sequence[str], out: Path) -> Path:
+    """Copy these files and seal them with the values that the folder's own manifest holds."""
     checkpoint.verify_if_sealed(folder)
-    part = out.with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        shutil.copytree(folder, part)
-        os.replace(part, out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return out
+    meta: dict[str, Any] = {"phase": "base", "source": folder.name}
+    if (folder / checkpoint.MANIFEST).exists():
+        meta = checkpoint.read_manifest(folder)["meta"]
+    checkpoint.needs_free_space(out, sum((folder / name).stat().st_size for name in names))
+
+    def write(made: Path) -> None:
+        for name in names:
+            shutil.copyfile(folder / name, made / name)
+
+    return checkpoint.save(out, write, **meta)
+
+
+def _copy_model(folder: Path, out: Path) -> Path:
+    """Copy what `publish` takes of a model, and no other weights: a checkpoint may also hold those of a critic."""
+    from posttrain.serving.publish import content
+
+    weights = [file.name for file in checkpoint.weight_files(folder)]
+    others = [name for name in _listed(folder, (*content.MODEL, *BESIDE_WEIGHTS)) if not name.endswith(".safetensors")]
+    return _copy(folder, weights + others, out)
 
 
 def _adapter_of(source: Path) -> Path:
     """Return the adapter beside the model of a run."""
     from posttrain.serving.publish.content import model_of
 
-    folder = model_of(source).with_name("adapter")
-    if not (folder / ADAPTER).is_file():
+    final = model_of(source).resolve()
+    folder = final.with_name("adapter")
+    if final.name != "final" or not (folder / ADAPTER).is_file():
         raise UserError(f"{source} holds no adapter: model.tuning was full. --to merged writes its whole model.")
     return folder
 

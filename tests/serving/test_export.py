@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from posttrain import models
 from posttrain.models import gguf_writer
 from posttrain.models.gguf import convert
+from posttrain.runtime import checkpoint
 from posttrain.serving.export import export_run, main, modelfile, ollama_template
 from posttrain.types import UserError
 
@@ -202,11 +203,17 @@ def test_ollama_gets_a_folder(tmp_path: Path) -> None:
     assert 'SYSTEM """You help."""' in (folder / "Modelfile").read_text()
 
 
-def test_an_adapter_is_merged_or_copied(tmp_path: Path) -> None:
-    base = family(tmp_path / "base", "llama")
+def adapter_of(base: Path, folder: Path) -> Any:
+    """An adapter with random numbers in `folder`; returns the model that it changes."""
     net: Any = AutoModelForCausalLM.from_pretrained(base)
     adapted = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    adapted.save_pretrained(str(tmp_path / "adapter"))
+    adapted.save_pretrained(str(folder))
+    return adapted
+
+
+def test_an_adapter_is_merged_or_copied(tmp_path: Path) -> None:
+    base = family(tmp_path / "base", "llama")
+    adapted = adapter_of(base, tmp_path / "adapter")
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         right = adapted(ids).logits
@@ -223,6 +230,56 @@ def test_an_adapter_is_merged_or_copied(tmp_path: Path) -> None:
         assert (copied / each.name).read_bytes() == each.read_bytes()
     with pytest.raises(UserError, match=r"holds no adapter: model.tuning was full"):
         export_run(family(tmp_path / "alone" / "base", "llama"), "adapter", tmp_path / "none")
+
+
+def test_a_checkpoint_is_exported_and_not_the_end_of_its_run(tmp_path: Path) -> None:
+    """Its folder lies beside `adapter` and `final`, which are of a later step."""
+    run = tmp_path / "run"
+    base = family(tmp_path / "base", "llama")
+    adapted = adapter_of(base, run / "checkpoint-1")
+    adapter_of(base, run / "adapter")
+    family(run / "final", "llama")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    merged, _ = load(export_run(run / "checkpoint-1", "merged", tmp_path / "merged"))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-5)
+    copied = export_run(run / "checkpoint-1", "adapter", tmp_path / "copied")
+    weights = "adapter_model.safetensors"
+    assert (copied / weights).read_bytes() == (run / "checkpoint-1" / weights).read_bytes()
+    whole = family(run / "checkpoint-2", "llama")
+    with pytest.raises(UserError, match=r"checkpoint-2 holds no adapter"):
+        export_run(whole, "adapter", tmp_path / "none")
+
+
+def test_the_default_place_may_lie_in_the_folder_that_is_copied(tmp_path: Path) -> None:
+    base = family(tmp_path / "base", "llama")
+    adapter_of(base, tmp_path / "mine")
+    for folder, form in ((base, "merged"), (tmp_path / "mine", "adapter")):
+        done = called(main, str(folder), "--to", form)
+        assert done.returncode == 0, done.stderr
+        out = folder / "export" / form
+        assert not [each for each in out.iterdir() if each.is_dir()]
+        assert [each.name for each in out.parent.iterdir()] == [form]
+
+
+def test_what_is_no_part_of_the_model_is_not_copied(tmp_path: Path) -> None:
+    """A checkpoint also holds what a run continues from. The copy's manifest lists what was copied, with its meta."""
+    net, tokenizer = load(family(tmp_path / "base", "llama"))
+
+    def write(folder: Path) -> None:
+        net.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for name in ("README.md", "run_config.yaml", "state.json", "optimizer.pt", "critic.safetensors"):
+            (folder / name).write_text("{}")
+
+    folder = checkpoint.save(tmp_path / "run" / "checkpoint-1", write, step=1, phase=3)
+    copied = export_run(folder, "merged", tmp_path / "copied")
+    assert checkpoint.verify(copied)["meta"] == {"step": 1, "phase": 3}
+    kept = {each.name for each in folder.iterdir()} - {"state.json", "optimizer.pt", "critic.safetensors"}
+    assert {each.name for each in copied.iterdir()} == kept
+    (tmp_path / "base" / "model.safetensors").rename(tmp_path / "base" / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"holds no .safetensors weights"):
+        export_run(tmp_path / "base", "merged", tmp_path / "none")
 
 
 def test_a_run_is_found_by_its_folder(tmp_path: Path) -> None:
