@@ -15,7 +15,10 @@ import argparse
 import itertools
 import json
 import os
+import re
+import shlex
 import shutil
+import tempfile
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,7 +27,7 @@ from typing import Any
 from posttrain.config import ModelSection, run
 from posttrain.files import read_json, write_whole
 from posttrain.runtime import checkpoint, runlog
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 FORMS = ("gguf", "ollama", "merged", "adapter")
 KINDS = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # bytes of a number
@@ -54,7 +57,8 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
         kind: of the matrices in a GGUF file, one of `KINDS`.
 
     Raises:
-        UserError: there is no such model, it does not have this form, or something is at `out`.
+        UserError: there is no such model, it does not have this form, something is at `out`, or nothing can be written
+            there.
     """
     if out.exists():
         raise UserError(f"{out} already exists and is not changed. Write --out with another path.")
@@ -78,11 +82,12 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
     config, tokenizer = _tokens(section)
     if reason := gguf_writer.reason_against(config, tokenizer):
         raise UserError(f"{name} cannot be written as GGUF: {reason}.")
+    _make_room(out)
     net = _weights(section, source if is_adapter else None)
     checkpoint.needs_free_space(out, round(KINDS[kind] * net.num_parameters()))
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    part.mkdir()
     file = part / "model.gguf"
     try:
         gguf_writer.write_gguf(net, tokenizer, file, kind, name)
@@ -171,6 +176,18 @@ def _name(source: Path) -> str:
     return "-".join(parts[-2:]) if parts[-1].startswith("phase") else parts[-1]
 
 
+def _make_room(out: Path) -> None:
+    """Make the folder that `out` will lie in, before a model is loaded."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out.parent):  # a folder may exist in which nothing can be created
+            pass
+    except OSError as error:
+        raise UserError(
+            f"Nothing can be written at {out} ({one_line(error)}). Write --out with another path."
+        ) from None
+
+
 def _listed(folder: Path, patterns: Sequence[str]) -> list[str]:
     """Return the names of files in a folder, but not of those in folders below it: an earlier export may lie there."""
     names = sorted(each.name for each in folder.iterdir() if each.is_file())
@@ -183,6 +200,7 @@ def _copy(folder: Path, names: Sequence[str], out: Path) -> Path:
     meta: dict[str, Any] = {"phase": "base", "source": folder.name}
     if (folder / checkpoint.MANIFEST).exists():
         meta = checkpoint.read_manifest(folder)["meta"]
+    _make_room(out)
     checkpoint.needs_free_space(out, sum((folder / name).stat().st_size for name in names))
 
     def write(made: Path) -> None:
@@ -254,6 +272,7 @@ def _merge(adapter: Path, out: Path) -> Path:
 
     section = ModelSection(name_or_path=_base_of(adapter))
     _, tokenizer = _tokens(section)
+    _make_room(out)
     net = _weights(section, adapter)
 
     def write(made: Path) -> None:
@@ -280,7 +299,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     written = export_run(given.run, given.to, given.out or above / "export" / name, given.type)
     print(f"Written: {written}")
     if given.to == "ollama":
-        print(f"ollama create {_name(given.run)} -f {written / 'Modelfile'}")
+        model = re.sub(r"[^A-Za-z0-9._-]+", "-", _name(given.run)).strip("-._") or "model"
+        print(f"ollama create {model} -f {shlex.quote(str(written / 'Modelfile'))}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -280,6 +281,24 @@ def test_what_is_no_part_of_the_model_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "base" / "model.safetensors").rename(tmp_path / "base" / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"holds no .safetensors weights"):
         export_run(tmp_path / "base", "merged", tmp_path / "none")
+
+
+@pytest.mark.parametrize("form", ["gguf", "ollama", "merged", "adapter"])
+def test_a_place_that_cannot_be_made_is_named(form: str, tmp_path: Path) -> None:
+    adapter_of(family(tmp_path / "base", "llama"), tmp_path / "mine")
+    (tmp_path / "a.yaml").write_text("")
+    for place in ("/proc/x/y", "/proc/x", str(tmp_path / "a.yaml" / "sub"), str(tmp_path / "a.yaml" / "sub" / "m")):
+        done = called(main, str(tmp_path / "mine"), "--to", form, "--out", place)
+        assert done.returncode == 2
+        assert f"Nothing can be written at {place}" in done.stderr and "--out" in done.stderr
+
+
+def test_the_command_for_ollama_can_be_copied_into_a_shell(tmp_path: Path) -> None:
+    family(tmp_path / "a b" / "phase1" / "final", "llama")
+    done = called(main, str(tmp_path / "a b" / "phase1"), "--to", "ollama")
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "a b" / "phase1" / "export" / "ollama" / "Modelfile"
+    assert shlex.split(done.stdout.splitlines()[-1]) == ["ollama", "create", "a-b-phase1", "-f", str(file)]
 
 
 def test_a_run_is_found_by_its_folder(tmp_path: Path) -> None:
