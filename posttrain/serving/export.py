@@ -6,7 +6,7 @@
     posttrain export runs/mine/phase1 --to adapter            # a folder: peft
 
 RUN is a phase's folder, its folder `final`, the folder of phase1, phase2 and phase3, or a folder with an adapter, which
-is merged into its base model.
+is merged into its base model; a tokenizer beside the adapter is taken before that of the base model.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
     from posttrain.models import gguf_writer
 
     name, model = _name(source), _base_of(source) if is_adapter else str(model_of(source))
-    section = ModelSection(name_or_path=model)
-    config, tokenizer = _tokens(section)
+    section, adapter = ModelSection(name_or_path=model), source if is_adapter else None
+    config, tokenizer = _tokens(section, adapter)
     if reason := gguf_writer.reason_against(config, tokenizer):
         raise UserError(f"{name} cannot be written as GGUF: {reason}.")
     _make_room(out)
-    net = _weights(section, source if is_adapter else None)
+    net = _weights(section, adapter, config)
     checkpoint.needs_free_space(out, round(KINDS[kind] * net.num_parameters()))
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -238,42 +238,66 @@ def _base_of(adapter: Path) -> str:
     return base
 
 
-def _tokens(section: ModelSection) -> tuple[Any, Any]:
-    """Return config and tokenizer."""
+def _has_tokenizer(adapter: Path | None) -> bool:
+    """Return True where training has saved its tokenizer and template beside the adapter, as TRL does."""
+    return adapter is not None and (adapter / "tokenizer_config.json").is_file()
+
+
+def _tokens(section: ModelSection, adapter: Path | None) -> tuple[Any, Any]:
+    """Return config and tokenizer: the adapter's own tokenizer, if it has one, with a vocabulary that it fits in."""
     from transformers import AutoTokenizer
 
     from posttrain.models import model_files
 
     model_files.check_source(section)
     config = model_files.load_config(section)
-    model_files.check_tokenizer(section)
-    with model_files.errors_in_words(f"The tokenizer of {section.name_or_path} cannot be loaded"):
-        return config, AutoTokenizer.from_pretrained(section.name_or_path)
+    own = _has_tokenizer(adapter)
+    place = ModelSection(name_or_path=str(adapter)) if own else section
+    model_files.check_tokenizer(place)
+    with model_files.errors_in_words(f"The tokenizer of {place.name_or_path} cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(place.name_or_path)
+    if own:
+        text = config.get_text_config()
+        text.vocab_size = max(text.vocab_size, len(tokenizer))
+    return config, tokenizer
 
 
-def _weights(section: ModelSection, adapter: Path | None) -> Any:
-    """Return the model in float32, with the adapter merged into it."""
+def _weights(section: ModelSection, adapter: Path | None, config: Any) -> Any:
+    """Return the model in float32, with the adapter merged into it; `config` has the size of the vocabulary."""
     import torch
 
     from posttrain.models import model_files
 
-    net = model_files.load_weights(section, torch.float32)
+    net: Any = model_files.load_weights(section, torch.float32)
     if adapter is None:
         return net
 
     from peft import PeftModel
 
     checkpoint.verify_if_sealed(adapter)
-    return PeftModel.from_pretrained(net, str(adapter)).merge_and_unload()
+    base, tokens = net.get_input_embeddings().weight.shape[0], config.get_text_config().vocab_size
+    if tokens > base:
+        net.resize_token_embeddings(tokens)
+    random = net.get_input_embeddings().weight[base:].detach().clone()
+    with model_files.errors_in_words(f"The adapter {adapter} cannot be merged into {section.name_or_path}"):
+        net = PeftModel.from_pretrained(net, str(adapter)).merge_and_unload()
+    if len(random) and torch.equal(net.get_input_embeddings().weight[base:], random):
+        raise UserError(
+            f"{adapter} has no embeddings of the {len(random)} tokens that its tokenizer has and {section.name_or_path}"
+            " lacks. They would be random numbers. Get a whole copy of the adapter."
+        )
+    return net
 
 
 def _merge(adapter: Path, out: Path) -> Path:
     from posttrain import models
 
     section = ModelSection(name_or_path=_base_of(adapter))
-    _, tokenizer = _tokens(section)
+    config, tokenizer = _tokens(section, adapter)
     _make_room(out)
-    net = _weights(section, adapter)
+    net = _weights(section, adapter, config)
+    if _has_tokenizer(adapter):
+        _stop_after_answers(net, tokenizer)
 
     def write(made: Path) -> None:
         with models.no_bars():
@@ -282,6 +306,17 @@ def _merge(adapter: Path, out: Path) -> Path:
         tokenizer.save_pretrained(made)
 
     return checkpoint.save(out, write, phase="base", source=adapter.name)
+
+
+def _stop_after_answers(net: Any, tokenizer: Any) -> None:
+    """Add the token that the template writes after an answer to those of the base model, which may not know it."""
+    from posttrain.models import gguf_writer
+
+    stops = net.generation_config.eos_token_id
+    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    stop = gguf_writer.stop_of(tokenizer)
+    if stop is not None and stop not in stops:
+        net.generation_config.eos_token_id = [stop, *stops]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

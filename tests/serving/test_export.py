@@ -16,7 +16,14 @@ import torch
 from gguf import GGUFReader, quants
 from peft import LoraConfig, get_peft_model
 from tiny_runs import ROOT, called
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from posttrain import models
 from posttrain.models import gguf_writer
@@ -231,6 +238,63 @@ def test_an_adapter_is_merged_or_copied(tmp_path: Path) -> None:
         assert (copied / each.name).read_bytes() == each.read_bytes()
     with pytest.raises(UserError, match=r"holds no adapter: model.tuning was full"):
         export_run(family(tmp_path / "alone" / "base", "llama"), "adapter", tmp_path / "none")
+
+
+def test_the_tokenizer_beside_an_adapter_is_the_one_it_was_trained_with(tmp_path: Path) -> None:
+    """TRL saves it there, with the template. Answers end with what this template writes after them."""
+    base = family(tmp_path / "base", "llama")
+    adapter_of(base, tmp_path / "mine")
+    own = AutoTokenizer.from_pretrained(base)
+    own.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    own.chat_template = models.TEMPLATE_PATH.read_text(encoding="utf-8")
+    own.save_pretrained(tmp_path / "mine")
+    stop = own.convert_tokens_to_ids("<|im_end|>")
+    net, said = load(export_run(tmp_path / "mine", "merged", tmp_path / "merged"))
+    assert said.chat_template == own.chat_template and prompt(said) == prompt(own)
+    assert net.generation_config.eos_token_id == [stop, *GenerationConfig.from_pretrained(base).eos_token_id]
+    reader = GGUFReader(export_run(tmp_path / "mine", "gguf", tmp_path / "m.gguf"))
+    found = {name: field.contents() for name, field in reader.fields.items()}
+    assert found["tokenizer.ggml.eos_token_id"] == stop
+    assert found["tokenizer.chat_template"] == gguf_writer.plain_template(own.chat_template)
+    ollama = export_run(tmp_path / "mine", "ollama", tmp_path / "ollama")
+    assert "<|im_start|>user\n{{ .Content }}" in (ollama / "Modelfile").read_text()
+    assert "tokenizer.json" in {
+        each.name for each in export_run(tmp_path / "mine", "adapter", tmp_path / "c").iterdir()
+    }
+
+
+@pytest.mark.parametrize("form", ["merged", "gguf"])
+def test_an_adapter_may_bring_tokens_that_its_base_model_lacks(form: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "base", "llama"))
+    rows = len(tokenizer)
+    base = family(tmp_path / "base", "llama", vocab_size=rows)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    net: Any = AutoModelForCausalLM.from_pretrained(base)
+    net.resize_token_embeddings(rows + 2)
+    trained = LoraConfig(
+        r=2, target_modules=["q_proj"], init_lora_weights=False, trainable_token_indices=[rows, rows + 1]
+    )
+    adapted = get_peft_model(net, trained)
+    adapted.save_pretrained(str(tmp_path / "mine"))
+    tokenizer.save_pretrained(tmp_path / "mine")
+    out = export_run(tmp_path / "mine", form, tmp_path / "out", "f32")
+    merged, said = load(out if form == "merged" else convert(out, tmp_path / "back"))
+    ids = torch.tensor([[5, 6, rows, rows + 1]])
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-5)
+    assert said.convert_tokens_to_ids("<|im_end|>") == rows + 1
+    adapter_of(base, tmp_path / "without")
+    tokenizer.save_pretrained(tmp_path / "without")
+    with pytest.raises(UserError, match=r"no embeddings of the 2 tokens"):
+        export_run(tmp_path / "without", form, tmp_path / "none")
+
+
+def test_an_adapter_that_does_not_fit_its_base_model_is_named(tmp_path: Path) -> None:
+    base = family(tmp_path / "base", "llama")
+    adapter_of(base, tmp_path / "mine")
+    family(tmp_path / "base", "llama", hidden_size=64)
+    with pytest.raises(UserError, match=r"The adapter .*mine cannot be merged into .*base"):
+        export_run(tmp_path / "mine", "merged", tmp_path / "out")
 
 
 def test_a_checkpoint_is_exported_and_not_the_end_of_its_run(tmp_path: Path) -> None:
