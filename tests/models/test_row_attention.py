@@ -17,6 +17,10 @@ from torch.nn import functional
 
 from posttrain.models import row_attention
 
+since_torch_2_12 = pytest.mark.skipif(
+    "block_table" not in signature(row_attention.varlen_attn or print).parameters, reason="torch < 2.12"
+)
+
 
 def paged(
     query: torch.Tensor,
@@ -88,9 +92,7 @@ def test_what_a_row_attends_to(monkeypatch: pytest.MonkeyPatch, group: int, dtyp
     torch.testing.assert_close(ours, masked)
 
 
-@pytest.mark.skipif(
-    "block_table" not in signature(row_attention.varlen_attn or print).parameters, reason="torch < 2.12"
-)
+@since_torch_2_12
 def test_torch_s_kernel_takes_these_arguments() -> None:
     """Its shapes, on the device meta, which computes nothing."""
     given = {name: each.to("meta") for name, each in ragged(5, 3, 7, 64, torch.bfloat16).items()}
