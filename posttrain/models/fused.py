@@ -54,8 +54,9 @@ def fused_weights(model: PreTrainedModel, kept: Kept | None = None) -> Iterator[
         else:
             layers.refresh()
         decoder.fused, decoder.conv.fixed = layers, _stay(kept, "conv", decoder.conv.matrix().to(dtype))
+    behind = [] if decoder.scale_up is None else decoder.scale_up.modules()
     try:
-        with _converted([model.get_output_embeddings()], kind, kept):
+        with _converted([*behind, model.get_output_embeddings()], kind, kept):
             yield
     finally:
         decoder.fused = decoder.conv.fixed = None

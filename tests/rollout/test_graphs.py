@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from recording import ListRecorder
 from test_row_attention import paged
 from test_sampler import PAD, PROMPTS, REPLIES, STOP, VOCABULARY, build, conversation, serve
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.models import row_attention
@@ -183,6 +184,30 @@ def test_the_copies_that_autocast_would_make_follow_the_weights(kind: str) -> No
                 expected = [logprobs[start + n, token].item() for n, token in enumerate(completion.ids)]
                 assert completion.logprobs == pytest.approx(expected, abs=0.3 if half else 1e-4)
             sampler.close(handles)
+
+
+@pytest.mark.parametrize("kind", ["llama", "convgpt", "convgpt-tied"])
+def test_a_recorded_step_converts_no_matrix_of_weights(kind: str) -> None:
+    """Autocast keeps no copy in a recorded step: each conversion would be made again at every token."""
+    model = build(kind)
+    weights = {weight.data_ptr() for weight in model.parameters() if weight.ndim > 1}
+    converted = list[tuple[int, ...]]()
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in weights:
+                converted.append(tuple(args[0].shape))
+            return func(*args, **kwargs or {})
+
+    class Watched(ListRecorder):
+        def record(self, step: Callable[[], object]) -> Callable[[], object]:
+            with Watching():
+                return super().record(step)
+
+    sampler = replaying(model, Watched())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sampler.sample(sampler.open(PROMPTS), SamplingParams(max_new_tokens=4), [7] * len(PROMPTS))
+    assert sampler.recorded > 0 and not converted
 
 
 def test_a_model_of_another_precision_gets_another_cache() -> None:
