@@ -275,7 +275,7 @@ def update(
                 importance_weights_S=losses.sampler_weights(old_S, sampler_S, clip_max),
                 entropy_S=forward.entropy_S,
                 reference_S=None if measured.reference_S is None else forward.take(measured.reference_S),
-                contexts_S=forward.take(batch.context_S),
+                contexts_S=forward.context_S,
             )
             objective = losses.objective(tokens, learner.settings)
             figures.policy(forward, tokens, objective, sampler_S)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from posttrain.runtime import chunked_logprobs, floats
+from posttrain.runtime import chunked_logprobs
 
 # columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
 VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
@@ -55,8 +55,8 @@ def kl_backward(
     teacher_SD: torch.Tensor,
     weight: float | None,
     without_adapter: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it holds nothing)
-) -> float:
-    """Return the sum over tokens of KL(teacher || model) over the vocabulary, and add `weight` times its gradient.
+) -> torch.Tensor:
+    """Return KL(teacher || model) over the vocabulary at each token, and add `weight` times the gradient of their sum.
 
     It computes forward and backward for a few tokens at a time, so that logits exist for these alone, and then runs the
     backward pass of the hidden states, whose graph is freed.
@@ -69,7 +69,7 @@ def kl_backward(
         without_adapter: context in which the model is the teacher; rows of the output layer may be trained as well.
 
     Returns:
-        The sum in nats.
+        The KL in nats, (S,), without gradient.
     """
     kl_S, gradient_SD = _kl(
         model, hidden_SD, teacher, teacher_SD, weight, reverse=False, without_adapter=without_adapter
@@ -77,7 +77,7 @@ def kl_backward(
     if gradient_SD is not None:
         with torch.autocast(hidden_SD.device.type, enabled=False):
             hidden_SD.backward(gradient_SD)
-    return sum(floats(kl_S))  # here alone something waits for a GPU
+    return kl_S
 
 
 def reverse_kl(

@@ -26,7 +26,7 @@ from posttrain.config import DataSection, DistillationSection, StarPORun
 from posttrain.data import SOURCES, TokenData, load_prompts
 from posttrain.models import Chat, kl_backward, microbatches, trained_states
 from posttrain.rollout import Sampler, complete
-from posttrain.runtime import checkpoint, parallel, runlog
+from posttrain.runtime import checkpoint, floats, parallel, runlog
 from posttrain.types import Record, SamplingParams, derive_seed
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Distillation:
 
     def _kl(self, rows: Sequence[Answered], weight: float | None) -> float:
         """The sum of this process's rows, dealt out by length; rows of similar length share a micro-batch."""
-        learner, policy, total = self.learner, self.learner.policy, 0.0
+        learner, policy, found = self.learner, self.learner.policy, list[tuple[torch.Tensor, float]]()
         teacher = policy if self.teacher is None else self.teacher
         for micro in self._micro_batches(rows):
             counts = learner.placement.weight(micro)
@@ -198,8 +198,11 @@ class Distillation:
             with learner.autocast():
                 teacher_SD, hidden_SD = learner.placement.compute(states)
                 share = None if weight is None else weight * counts
-                kl = kl_backward(policy, hidden_SD, teacher, teacher_SD, share, self._without_adapter())
-            total += kl * counts
+                kl_S = kl_backward(policy, hidden_SD, teacher, teacher_SD, share, self._without_adapter())
+            found.append((kl_S, counts))
+        total = 0.0
+        for kl_S, counts in found:  # now: Python waits for a GPU here
+            total += sum(floats(kl_S)) * counts
         return total
 
     def _without_adapter(self) -> AbstractContextManager[object]:

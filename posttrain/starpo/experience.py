@@ -39,6 +39,11 @@ class BatchRow(NamedTuple):
     tokens: slice
 
 
+def token_places(rows: Sequence[BatchRow]) -> torch.Tensor:
+    """Return where the tokens sampled in these rows stand in the batch, row by row, (S,)."""
+    return torch.cat([torch.arange(0), *(torch.arange(row.tokens.start, row.tokens.stop) for row in rows)])
+
+
 class Batch(NamedTuple):
     """The episodes of an update and which of them each turn and each sampled token belongs to."""
 
@@ -52,12 +57,6 @@ class Batch(NamedTuple):
     @property
     def episode_S(self) -> torch.Tensor:
         return self.episode_N[self.turn_S]
-
-    @property
-    def context_S(self) -> torch.Tensor:
-        """Which row each token was sampled in."""
-        counts = [row.tokens.stop - row.tokens.start for row in self.rows]
-        return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))
 
     @classmethod
     def of(cls, episodes: Sequence[Trajectory]) -> Batch:

@@ -35,7 +35,7 @@ from posttrain.rollout import Sampler, sampler_of
 from posttrain.runtime import parallel, sent, sharding
 from posttrain.starpo import losses
 from posttrain.starpo.critic import Critic
-from posttrain.starpo.experience import Batch, BatchRow, Experience, Measured
+from posttrain.starpo.experience import Batch, BatchRow, Experience, Measured, token_places
 from posttrain.types import Trajectory, UserError
 
 POLICY, CRITIC = 0, 1  # places in `Learner.trainable` and in the optimizer
@@ -61,6 +61,12 @@ class Forward(NamedTuple):
     def take(self, values_S: torch.Tensor) -> torch.Tensor:
         """Return what a tensor over the batch has for these tokens, on their device."""
         return sent(values_S[self.index_S], self.logprobs_S.device)
+
+    @property
+    def context_S(self) -> torch.Tensor:
+        """The row that each token was sampled in; rows with tokens are 0, 1, 2, ..."""
+        counts = [count for row in self.rows if (count := row.tokens.stop - row.tokens.start)]
+        return sent(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.logprobs_S.device)
 
 
 class Models(NamedTuple):
@@ -221,15 +227,16 @@ class Learner:
     def _measured(
         self, batch: Batch, measure: Callable[[list[BatchRow]], torch.Tensor], needed_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        parts_S: list[tuple[slice, torch.Tensor]] = []
+        read, parts_S = list[BatchRow](), list[torch.Tensor]()
         micro_batches = self.micro_batches([row for row in batch.rows if needed_B is None or needed_B[row.episode]])
         with self.placement.measuring():
             for rows, measured_S in self.placement.each(micro_batches, measure):
-                parts = torch.split(measured_S.float().cpu(), [row.tokens.stop - row.tokens.start for row in rows])
-                parts_S += [(row.tokens, part) for row, part in zip(rows, parts, strict=True)]
+                read += rows
+                parts_S.append(measured_S.float())
+        own_S = torch.cat(parts_S).cpu() if parts_S else batch.sampler_S[:0]  # once: here Python waits for a GPU
         out_S = torch.full_like(batch.sampler_S, math.nan)
-        for tokens, part in parallel.gather(parts_S):
-            out_S[tokens] = part
+        for index_S, part_S in parallel.gather([(token_places(read), own_S)]):
+            out_S[index_S] = part_S
         return out_S
 
     def _head(self, model: PreTrainedModel, rows: list[BatchRow]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,7 +288,6 @@ class Learner:
 
     def forward(self, rows: list[BatchRow], prefixes: Prefixes) -> Forward:
         """Send one micro-batch through the policy, behind prefixes that were prefilled."""
-        index_S = torch.cat([torch.arange(row.tokens.start, row.tokens.stop) for row in rows])
 
         def run() -> tuple[torch.Tensor, ...]:
             policy, temperature = self.policy, self.cfg.rollout.temperature
@@ -293,7 +299,7 @@ class Learner:
             logprobs_S, entropy_S, *states = self.placement.compute(run)
         teacher_SD = states[1] if self.teacher is not None else None
         weight = self.placement.weight(rows)
-        return Forward(rows, index_S, logprobs_S.float(), entropy_S.float(), states[0], teacher_SD, weight)
+        return Forward(rows, token_places(rows), logprobs_S.float(), entropy_S.float(), states[0], teacher_SD, weight)
 
     def _teacher_states(self, teacher: PreTrainedModel, rows: list[BatchRow]) -> torch.Tensor:
         """Return the teacher's states where the tokens of these rows were sampled, (S, D).

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from posttrain.config import call, is_path
-from posttrain.runtime import numbered
 from posttrain.types import UserError
 
 K3_LARGEST = 20.0  # nats
@@ -38,7 +37,7 @@ class Tokens(NamedTuple):
     importance_weights_S: torch.Tensor  # of `sampler_weights`
     entropy_S: torch.Tensor
     reference_S: torch.Tensor | None = None  # log-probs under the reference
-    contexts_S: torch.Tensor | None = None  # the context of each token, for gspo
+    contexts_S: torch.Tensor | None = None  # the context of each token, for gspo; those of the tokens are 0, 1, 2, ...
 
 
 class Objective(NamedTuple):
@@ -152,8 +151,8 @@ def gspo(
     """Return `ppo_clip` with one ratio for each context, the geometric mean of its tokens' ratios; both (S,).
 
     GSPO, arXiv 2507.18071, eq. 7, in its token form (eq. 14), whose gradient is the same: advantages may differ inside
-    a context. `context_S` numbers the contexts: rows as the model reads them, each with the tokens sampled in it. The
-    paper's range is 3e-4 and 4e-4, far below PPO's.
+    a context. `context_S` numbers the contexts 0, 1, 2, ...: rows as the model reads them, each with the tokens sampled
+    in it. The paper's range is 3e-4 and 4e-4, far below PPO's.
     """
     mean_S = _context_sum(logprobs_S.detach() - old_S, context_S) / _context_sum(torch.ones_like(old_S), context_S)
     ratio_S = (logprobs_S - logprobs_S.detach() + mean_S).exp()
@@ -265,5 +264,5 @@ def sampler_weights(trainer_S: torch.Tensor, sampler_S: torch.Tensor, clip_max: 
 
 def _context_sum(values_S: torch.Tensor, context_S: torch.Tensor) -> torch.Tensor:
     """Sum over each token's context, shape (S,)."""
-    index_S, count_C = numbered(context_S)
-    return values_S.new_zeros(len(count_C)).index_add(0, index_S, values_S)[index_S]
+    sums_S = torch.zeros_like(values_S)  # of as many contexts at most: to count them, Python would wait for a GPU
+    return sums_S.index_add(0, context_S, values_S)[context_S]

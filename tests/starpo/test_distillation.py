@@ -32,6 +32,7 @@ from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.plan.episodes import always, learning
 from posttrain.runtime import checkpoint
+from posttrain.starpo import distillation as distillation_module
 from posttrain.starpo.distillation import Answered, Distillation
 from posttrain.starpo.learner import Learner
 from posttrain.starpo.run import make_learner
@@ -185,10 +186,21 @@ def test_the_kl_is_of_what_the_model_says_behind_scale_cap_and_bias(changes: dic
     log_q, log_p = said(models[1], states[1]), said(models[0], states[0])
     value = (log_q.exp() * (log_q - log_p)).sum()
     (wanted,) = torch.autograd.grad(value, states[0])
-    assert output_layer.kl_backward(models[0], states[0], models[1], states[1], 1.0) == pytest.approx(
-        value.item(), rel=1e-5
-    )
+    found_S = output_layer.kl_backward(models[0], states[0], models[1], states[1], 1.0)
+    assert found_S.shape == (9,) and found_S.sum().item() == pytest.approx(value.item(), rel=1e-5)
     assert states[0].grad is not None and torch.allclose(states[0].grad, wanted, atol=1e-6)
+
+
+def test_nothing_waits_for_a_gpu_between_two_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are read behind the last one."""
+    called = list[str]()
+    for name in ("kl_backward", "floats"):
+        kept = getattr(distillation_module, name)
+        monkeypatch.setattr(
+            distillation_module, name, lambda *given, name=name, kept=kept: called.append(name) or kept(*given)
+        )
+    Distillation(moved_away(distilling(tokens=16)), answers()).backward(1, 0)
+    assert called.count("kl_backward") > 1 and called == sorted(called, reverse=True)
 
 
 def test_every_row_is_read_once_before_any_comes_again() -> None:

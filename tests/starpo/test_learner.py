@@ -490,21 +490,37 @@ class Waits(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._unique2.default  # how many distinct values there are
         if func is torch.ops.aten._local_scalar_dense.default:
             callers = [frame.name for frame in traceback.extract_stack()]
             self.count += not {"trained_states", "find_packed_sequence_indices"} & {*callers[-6:]}
         return func(*args, **(kwargs or {}))
 
+    def cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return tensor.to("cpu")
 
-@pytest.mark.parametrize("algorithm", [{}, {"critic": {"kind": "separate"}, "advantage": "gae"}, {"beta": 0.1}])
-def test_nothing_waits_for_a_gpu_within_a_micro_batch(algorithm: dict[str, Any]) -> None:
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"critic": {"kind": "separate"}, "advantage": "gae"},
+        {"beta": 0.1},
+        {"loss_type": "gspo", "aggregation": "sequence_mean", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    ],
+)
+def test_nothing_waits_for_a_gpu_within_a_micro_batch(
+    algorithm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = []
     for tokens in (16, 4096):
         cfg = config(**algorithm)
         cfg = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"micro_batch_tokens": tokens})})
         model = policy()
         groups = played(model)
-        with Waits() as waits:
+        with Waits() as waits, monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "cpu", lambda tensor: waits.cpu(tensor))
             learn(cfg, model, groups)
         counts.append(waits.count)
     assert counts[0] == counts[1]
