@@ -174,9 +174,13 @@ def test_where_the_backward_pass_cannot_be_compiled_the_layers_run_as_they_are(
 
 
 @pytest.mark.thorough
-def test_gradients_are_as_exact_as_those_of_the_layers(device: str = "cpu") -> None:
-    """Under autocast, beside float32: no parameter's error is larger but by chance."""
-    exact, plain, net = (model_of("llama").to(device) for _ in range(3))
+@pytest.mark.parametrize("kind", ["llama", "convgpt"])
+def test_gradients_are_as_exact_as_those_of_the_layers(kind: str, device: str = "cpu") -> None:
+    """Under autocast, beside float32: no parameter's error is larger but by chance.
+
+    ConvGPT's `norm_emb.g` is a single number: its error is not a mean over many, so that there is more chance in it.
+    """
+    exact, plain, net = (model_of(kind).to(device) for _ in range(3))
     compile_layers(net, deterministic=True)
     errors: dict[str, list[tuple[float, float]]] = {}
     for shift in range(8):
@@ -190,4 +194,5 @@ def test_gradients_are_as_exact_as_those_of_the_layers(device: str = "cpu") -> N
     }
     assert counters["stats"]["unique_graphs"] > 0
     assert sorted(ratios.values())[len(ratios) // 2] <= 1.02, ratios
-    assert max(ratios.values()) <= 1.25, ratios
+    alone = ratios.pop("model.norm_emb.g", 1.0)
+    assert alone <= 3 and max(ratios.values()) <= 1.25, ratios

@@ -221,8 +221,9 @@ def test_gradients_of_long_rows_are_deterministic(bf16: bool) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
-def test_gradients_of_compiled_layers_are_as_exact_as_those_of_the_layers() -> None:
-    test_compiled.test_gradients_are_as_exact_as_those_of_the_layers("cuda")
+@pytest.mark.parametrize("kind", ["llama", "convgpt"])
+def test_gradients_of_compiled_layers_are_as_exact_as_those_of_the_layers(kind: str) -> None:
+    test_compiled.test_gradients_are_as_exact_as_those_of_the_layers(kind, "cuda")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "convgpt"])
