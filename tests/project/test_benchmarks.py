@@ -775,6 +775,22 @@ def test_the_tables_of_the_results_are_those_of_their_figures(
     assert table in (FILE.parent / "RESULTS.md").read_text(encoding="utf-8")
 
 
+def test_the_aim_of_operations_has_the_shares_of_its_figures() -> None:
+    def counted(name: str) -> dict[str, dict[str, Any]]:
+        rows = json.loads((FILE.parent / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        return {row["precision"]: row for row in rows if row["model"] == "convgpt-164m"}
+
+    before, after = counted("launches-before"), counted("launches")
+    shares = {
+        what: [f"{100 * after[each][what]['all'] / before[each][what]['all']:.0f} %" for each in sorted(after)]
+        for what in ("kernels", "dispatched")
+    }
+    told = "kernels on CUDA {} (bfloat16) and {} (float32)".format(*shares["kernels"])
+    told += ", operations {} and {}".format(*shares["dispatched"])
+    row = f"| operations of a decoded token, ConvGPT-164M: at most 60 % of what they were | {told} | reached |"
+    assert row in (FILE.parent / "RESULTS.md").read_text(encoding="utf-8")
+
+
 def test_the_table_of_zero_shot_play_is_that_of_its_rows(rollout) -> None:
     module = loaded(FILE.parent / "long" / "zero_shot.py")
     assert module.markdown(module.read_rows(module.RESULTS)).strip() in (FILE.parent / "README.md").read_text()
