@@ -1,7 +1,8 @@
-"""Where does a GPU's time go, and do the phases come near what it can do?  Four blocks of at most eight minutes each.
+"""Where does a GPU's time go, and do the phases come near what it can do?  Four blocks of eight minutes each.
 
-A: decoding and training steps of known models. B: the phases beside TRL and the plan. C: the tests of a GPU and whole
-runs with CUDA graphs, killed and resumed. D: a real model through all phases. Figures are written as they come.
+A: decoding and training steps of known models; the last one may end later. B: the phases beside TRL and the plan. C:
+the tests of a GPU and whole runs with CUDA graphs, killed and resumed. D: a real model through all phases. Figures are
+written as they come.
     python benchmarks/gpu.py A [--parts decode train profile] [--models convgpt qwen smol]
     python benchmarks/gpu.py B [--steps sft dpo iteration device rollout]
     python benchmarks/gpu.py C
@@ -357,7 +358,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu"), help="the figures, as A.json to D.json; logs; runs"
     )
-    parser.add_argument("--seconds", type=float, default=480.0, help="nothing begins after so many, or goes on")
+    parser.add_argument("--seconds", type=float, default=480.0, help="nothing begins after so many; in A what has begun goes on")
     parts = ["decode", "train", "profile"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="A: in this order")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="A")

@@ -89,6 +89,18 @@ def test_a_step_ends_at_its_limit_and_the_block_at_its_own(blocks, tmp_path, mon
         blocks.run(given(tmp_path, "B", steps=["other"]), "cpu")
 
 
+def test_a_step_that_is_stopped_saves_itself_within_the_time_of_the_block(blocks, tmp_path, monkeypatch):
+    limits, clock = [], SimpleNamespace(perf_counter=lambda: 1000.0)
+    monkeypatch.setattr(blocks, "time", clock)
+    monkeypatch.setattr(blocks, "block_b", lambda *_: [blocks.Step("short", 60, ()), blocks.Step("long", 900, ())])
+    row = {"seconds": 1.0, "limit": 9.0, "code": 0}
+    monkeypatch.setattr(blocks, "executed", lambda step, limit, _: limits.append(limit) or {"step": step.name} | row)
+    blocks.run(given(tmp_path, "B"), "cpu")
+    assert limits == [60, 480 - blocks.GRACE]
+    late = blocks.run(given(tmp_path, "B", seconds=blocks.GRACE + blocks.LEAST), "cpu")
+    assert [row.get("skipped") for row in late["steps"]] == [True, True]
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
 def test_a_block_without_time_is_refused(gpu, tmp_path, monkeypatch, capsys, seconds):
     for block in "AB":
