@@ -24,6 +24,7 @@ import update
 
 from posttrain import plan
 from posttrain.config.starpo import StarPORun
+from posttrain.models import layers_are_compiled
 from posttrain.plan import seconds as roofline
 from posttrain.plan.devices import OPERATIONS, Device, Fleet
 from posttrain.plan.known_models import PUBLISHED
@@ -172,10 +173,13 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     said, flops = predicted(shape, work, device, cfg, planned)
     bandwidth, peak = device.bandwidth * 1e9, device.peak * 1e12
     labels = work.conversations * work.turns * work.new
+    captures = engine.recorded if isinstance(engine, GraphSampler) and engine.replays else 0
     useful = 3 * _measure.forward_flops(shape, [work.context] * work.conversations, labels)
     return {
         "model": given.model[0],
-        "engine": "graphs" if replayed else "slots",
+        "engine": "graphs" if captures else "slots",
+        "captures": captures,
+        "compiled": layers_are_compiled(model),
         "bandwidth": bandwidth,
         "flops": peak,
         "launch": launch,

@@ -35,7 +35,7 @@ import _gpu_blocks
 import _measure
 
 from posttrain import plan
-from posttrain.models import compile_layers, simplify_layers
+from posttrain.models import compile_layers, layers_are_compiled, simplify_layers
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.rollout.engines.graphs import CudaRecorder, GraphSampler
 from posttrain.rollout.engines.slots import SlotSampler
@@ -58,6 +58,9 @@ if not CUDA:
     TRAINING = {name: [(2, 24)] for name in TRAINING}
     DECODING = {name: [(4, 40)] for name in DECODING}
     NEW_TOKENS = 4
+
+
+NOT_COMPILED = "compilation failed, so that layers are not compiled"
 
 
 class Report:
@@ -144,7 +147,10 @@ def train(report: Report, peak: float, name: str) -> None:
                 what |= {"recomputed": recomputed, "deterministic": deterministic}
                 try:
                     with hardware.deterministic(deterministic):
-                        report.add(**what, **_trained(shape, model, rows, tokens, peak))
+                        figures = _trained(shape, model, rows, tokens, peak)
+                    if way == "compiled" and not layers_are_compiled(model):
+                        raise RuntimeError(NOT_COMPILED)
+                    report.add(**what, **figures)
                 except Exception as error:  # out of memory, the compiler, the driver: the others are still measured
                     report.add(**what, error=one_line(error)[:300])
                     model.zero_grad(set_to_none=True)
@@ -216,6 +222,8 @@ def _decoded(
     recorder = TimedRecorder()
     given = (model, [shape.vocabulary], 0, positions + NEW_TOKENS)
     sampler = GraphSampler(*given, recorder) if recorded else SlotSampler(*given)
+    if isinstance(sampler, GraphSampler):
+        sampler.strict = True  # a step that cannot be recorded is an error
 
     def play(tokens: int) -> None:
         handles = sampler.open(prompts)
@@ -255,6 +263,9 @@ def profile_steps(report: Report) -> None:
         step = training_step(model, *((16, 1024) if CUDA else (2, 24)))
         seconds = seconds_of(step)
         kernels, busy, table = profiled(step)
+        if way == "compiled" and not layers_are_compiled(model):
+            report.add(what="profile", way=way, error=NOT_COMPILED)
+            return
         report.add(what="profile", way=way, kernels=kernels, busy_ms=busy * 1e3, ms=seconds * 1e3, table=table)
 
 
@@ -358,7 +369,9 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu"), help="the figures, as A.json to D.json; logs; runs"
     )
-    parser.add_argument("--seconds", type=float, default=480.0, help="nothing begins after so many; in A what has begun goes on")
+    parser.add_argument(
+        "--seconds", type=float, default=480.0, help="nothing begins after so many; in A what has begun goes on"
+    )
     parts = ["decode", "train", "profile"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="A: in this order")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="A")

@@ -31,7 +31,7 @@ from posttrain import plan
 from posttrain.config.loading import resolve
 from posttrain.config.shared import ModelSection
 from posttrain.config.starpo import StarPORun
-from posttrain.models import loading as models
+from posttrain.models import layers_are_compiled, loading as models
 from posttrain.models.chat import Chat
 from posttrain.plan import seconds
 from posttrain.rollout.engines.graphs import POSITIONS, GraphSampler
@@ -52,6 +52,8 @@ class Iteration(NamedTuple):
     sampled: int
     context: int  # tokens of all episodes, sampled or read
     prompt: int = 0  # tokens of all prompts
+    compiled: bool = False  # whether the layers are
+    captures: int = 0  # CUDA graphs that are replayed
 
 
 def config(
@@ -122,7 +124,8 @@ def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
         episodes = [trajectory for group in groups for trajectory in group]
         work = (sum(t.turns for t in episodes), sum(t.tokens for t in episodes), sum(t.context for t in episodes))
         prompt = sum(t.segments[0].mask.index(True) for t in episodes)
-        return Iteration(played - start, end - played, *work, prompt)
+        captures = sampler.recorded if isinstance(sampler, GraphSampler) and sampler.replays else 0
+        return Iteration(played - start, end - played, *work, prompt, layers_are_compiled(model), captures)
 
     return iteration
 

@@ -28,6 +28,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config,
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
+from posttrain.models import layers_are_compiled
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.types import derive_seed
@@ -178,6 +179,7 @@ def ours(phase: str, folder: Path, given: Any) -> dict[str, Any]:
 
     def watched(trainer: Any, *args: Any, **more: Any) -> training.Outcome:
         figures.update(measure(trainer, lambda: fit(trainer, *args, **more), ahead))
+        figures["compiled"] = layers_are_compiled(trainer.model)
         figures["planned"] = planned(phase, settings, trainer, figures, len(trainer.train_dataset))
         return training.Outcome({})
 

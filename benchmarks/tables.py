@@ -161,17 +161,29 @@ def decoded(model: str, key: str) -> Callable[[Record], float | None]:
 
     def of(figures: Record) -> float | None:
         rows = [row for row in figures.get("rows", ()) if row.get("what") == "decode" and row["model"] == model]
-        return next((row[key] for row in rows if row["way"] == "graph" and key in row), None)
+        replayed = [row for row in rows if row["way"] == "graph" and row.get("captures", 1)]
+        return next((row[key] for row in replayed if key in row), None)
 
     return of
 
 
+def as_meant(figures: Record) -> bool:
+    """Whether our layers stayed compiled and our steps CUDA graphs, as far as it was written down."""
+    each = [
+        part
+        for row in figures.get("rows", ())
+        for own in row.get("ours", ())
+        for part in (own, *own.get("iterations", ()))
+    ]
+    return all(part.get("compiled", True) and part.get("captures", 1) for part in each)
+
+
 def steps_of(figures: Record) -> dict[str, Record]:
-    """The figures of the steps of block B, by name, or those of phases.py alone."""
+    """The figures of the steps of block B that ran as they were meant, by name, or those of phases.py alone."""
     found = {row["step"]: row["figures"] for row in figures.get("steps", ()) if row.get("figures")}
     if figures.get("size") == "convgpt":
         found |= {row["phase"]: figures for row in figures["rows"]}
-    return found
+    return {name: each for name, each in found.items() if as_meant(each)}
 
 
 def of_step(name: str, read: Callable[[Record, Record], float]) -> Callable[[Record], float | None]:

@@ -11,7 +11,7 @@ from .chat import (
     Encoded as Encoded,
     template_text as template_text,
 )
-from .compiled import compile_layers as compile_layers
+from .compiled import compile_layers as compile_layers, layers_are_compiled as layers_are_compiled
 from .convgpt import (
     ConvGPTConfig as ConvGPTConfig,
     ConvGPTForCausalLM as ConvGPTForCausalLM,

@@ -22,7 +22,7 @@ from posttrain.types import one_line
 # adapter or without, for each kind of attention. torch gives up after 8.
 FORMS = 64
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")  # where errors of compilation are defined
-COMPILED = "layer_is_compiled"  # an attribute of classes of compiled layers
+COMPILED = "layer_is_compiled"  # an attribute of classes of compiled layers; False once compilation has failed
 
 
 def compile_layers(model: Any, *, deterministic: bool = False, backend: str = "inductor") -> None:
@@ -47,6 +47,12 @@ def compile_layers(model: Any, *, deterministic: bool = False, backend: str = "i
             layer.__class__ = _compiled(type(layer), deterministic, backend)
 
 
+def layers_are_compiled(model: Any) -> bool:
+    """Return whether `compile_layers` has compiled the layers of a model, and compilation of none has failed so far."""
+    found = [getattr(layer, COMPILED) for layer in model.modules() if hasattr(layer, COMPILED)]
+    return bool(found) and all(found)
+
+
 @functools.cache
 def _compiled(kind: type, deterministic: bool, backend: str) -> type:
     """Return a class of layers like `kind`, of the same name, whose forward pass is compiled."""
@@ -56,19 +62,18 @@ def _compiled(kind: type, deterministic: bool, backend: str) -> type:
         compiled = make(options={"deterministic": True} if deterministic and backend == "inductor" else None)
     except RuntimeError:  # torch before 2.10 does not know this option
         compiled = make()
-    works = True
 
     @functools.wraps(eager)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal works
-        if works and not any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+        if getattr(own, COMPILED) and not any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
             try:
                 return compiled(self, *args, **kwargs)
             except Exception as error:
                 if not type(error).__module__.startswith(COMPILERS):
                     raise
-                works = False
+                setattr(own, COMPILED, False)
                 runlog.say(f"{kind.__name__} is not compiled ({one_line(error)}): it runs as it is, more slowly.")
         return eager(self, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, COMPILED: True})
+    own = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, COMPILED: True})
+    return own

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.models import compile_layers, compiled, convgpt, trained_states
+from posttrain.models import compile_layers, compiled, convgpt, layers_are_compiled, trained_states
 
 ROWS = [[3 + (7 * i + row) % 500 for i in range(9 + 4 * row)] for row in range(3)]
 
@@ -153,6 +153,15 @@ def test_where_compilation_fails_the_layers_run_as_they_are(capsys: pytest.Captu
     said = capsys.readouterr()
     assert (said.out + said.err).count("LlamaDecoderLayer is not compiled") == 1
     assert "no such kernel" in said.out + said.err
+    assert not layers_are_compiled(net)
+
+
+def test_whether_layers_are_compiled_is_told() -> None:
+    net = model_of("llama")
+    assert not layers_are_compiled(net)
+    compile_layers(net, backend="aot_eager")
+    gradients(net)
+    assert layers_are_compiled(net) and layers_are_compiled(copy.deepcopy(net))
 
 
 def test_where_the_backward_pass_cannot_be_compiled_the_layers_run_as_they_are(

@@ -11,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -466,6 +467,7 @@ def test_a_gpu_is_measured_by_the_code_that_a_cpu_can_try(rollout, tmp_path, mon
     shape = dict(hidden_size=256, head_dim=16, intermediate_size=32)
     monkeypatch.setattr(gpu, "MODELS", {"convgpt": ("convgpt", shape)})
     monkeypatch.setattr(gpu, "compile_layers", lambda *_, **__: None)  # takes a minute
+    monkeypatch.setattr(gpu, "layers_are_compiled", lambda _: True)
     monkeypatch.setattr(gpu._measure, "limits", lambda *_, **__: measure.Limits(1e13, 1e13))
     taken = itertools.cycle([2.0, 1.0])  # many tokens, then one: no clock, whose noise exceeds steps of two layers
     monkeypatch.setattr(gpu, "seconds_of", lambda action, *_: action() or next(taken))
@@ -483,6 +485,28 @@ def test_a_gpu_is_measured_by_the_code_that_a_cpu_can_try(rollout, tmp_path, mon
     ways = {(row["way"], row["recomputed"]) for row in rows if row["what"] == "train"}
     assert ways == {("eager", True), ("eager", False), ("compiled", False), ("compiled", True)}
     assert sum(row["what"] == "profile" for row in rows) == 2
+
+
+def test_what_is_neither_compiled_nor_replayed_is_a_row_with_an_error(rollout, tmp_path, monkeypatch):
+    gpu = loaded(FILE.parent / "gpu.py")
+
+    def refuse(self: Any, step: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(gpu, "MODELS", dict.fromkeys(("smol", "convgpt"), ("llama", NARROW)))
+    monkeypatch.setattr(gpu, "compile_layers", partial(gpu.compile_layers, backend=refuse))
+    monkeypatch.setattr(gpu.TimedRecorder, "record", refuse)
+    taken = itertools.cycle([2.0, 1.0])
+    monkeypatch.setattr(gpu, "seconds_of", lambda action, *_: action() or next(taken))
+    report = gpu.Report(480.0, tmp_path / "A.json")
+    gpu.decode(report, 1e13, "smol")
+    gpu.train(report, 1e13, "smol")
+    gpu.profile_steps(report)
+    failed = [row for row in report.results["rows"] if row.get("way") in ("graph", "compiled")]
+    assert [row["what"] for row in failed] == ["decode", "train", "profile"]
+    assert all("error" in row and not row.keys() & {"ms", "ms_a_step", "captures"} for row in failed)
+    assert "cannot be recorded" in failed[0]["error"] and "not compiled" in failed[1]["error"]
+    assert not [row for row in report.results["rows"] if row["way"] == "eager" and "error" in row]
 
 
 def test_trl_loads_convgpt_by_the_name_of_its_folder(rollout, tmp_path, monkeypatch):

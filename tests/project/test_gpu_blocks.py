@@ -343,6 +343,28 @@ def test_aims_of_a_gpu_are_compared_with_the_figures_of_a_block(rollout_path, tm
     ]
 
 
+def test_figures_of_layers_and_steps_that_ran_as_they_are_reach_no_aim(rollout_path, tmp_path, monkeypatch):
+    tables = loaded(FILE.parent / "tables.py")
+    row = {"phase": "sft", "epochs": 1.0, "tokens": 1000, "forward_flops": 1e12, "trl": [{"steady": 1e5, "ahead": 0.0}]}
+    played = {"rollout": 3.0, "update": 4.0}
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+
+    def told(**what: Any) -> int:
+        one = [{"iterations": [played | what]}]
+        ours = [{"steady": 2e5, "ahead": 0.0} | {name: what[name] for name in what if name == "compiled"}]
+        steps = [
+            {"step": "sft", "figures": {"TFLOP_s": 1200.0, "rows": [row | {"ours": ours}]}},
+            {"step": "iteration-qwen", "figures": {"rows": [{"ours": one, "trl": one}]}},
+        ]
+        decoded = {"what": "decode", "model": "qwen", "way": "graph", "tokens_per_s": 3e4}
+        decoded |= {name: what[name] for name in what if name == "captures"}
+        (tmp_path / "gpu-b.json").write_text(json.dumps(HEAD | {"rows": [decoded], "steps": steps}))
+        return tables.gpu().count("(m, c)")
+
+    assert told() == told(compiled=True, captures=2) == 5  # three of SFT, an iteration, decoding
+    assert told(compiled=False) == 1 and told(captures=0) == 3 and told(compiled=False, captures=0) == 0
+
+
 @pytest.fixture
 def rollout_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(FILE.parent), *sys.path])
@@ -392,6 +414,11 @@ def test_block_b_runs_on_a_cpu(gpu, blocks, tmp_path, monkeypatch, name):
     row = blocks.row_of(step, tmp_path, 0, 1.0, 9.0)
     shares = [float(cell) for cell in re.findall(r"\| ([\d.]+)%", blocks.markdown(HEAD | {"steps": [row]}))]
     assert row["figures"]["rows"] and max(shares) > 0
+    told = [part for each in beside(row["figures"]["rows"]) for part in each.get("iterations", [each])]
+    if name != "rollout":
+        assert all(part["compiled"] is False for part in told), "as on a CPU"
+    if name in ("iteration", "device"):
+        assert all(part["captures"] == 0 for part in told)
     planned = [each.get("planned") or each["predicted"] for each in beside(row["figures"]["rows"])]
     assert all(value > 0 for each in planned for value in each.values())
 

@@ -282,10 +282,11 @@ class Refusing(ListRecorder):
 def test_a_step_that_cannot_be_recorded_is_said_in_a_line_and_launched(capsys: pytest.CaptureFixture[str]) -> None:
     model = one_layer(Qwen3ForCausalLM)
     sampler = replaying(model, Refusing())
+    assert sampler.replays
     for _ in range(2):
         play(model, sampler, SamplingParams(max_new_tokens=14), 6)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and sampler.recorded == 0
+    assert len(lines) == 1 and sampler.recorded == 0 and not sampler.replays
     assert "without CUDA graphs: a step of Qwen3ForCausalLM cannot be recorded (RuntimeError: operation not" in lines[0]
 
 

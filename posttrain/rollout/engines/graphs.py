@@ -180,6 +180,11 @@ class GraphSampler(SlotSampler):
         self.recorded = 0  # graphs, in all rollouts
         self.strict = False
 
+    @property
+    def replays(self) -> bool:
+        """Whether steps are recorded and replayed; not any more once one could not be recorded."""
+        return self._recorder is not None
+
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         before, start = self.recorded, time.perf_counter()
         super().converse(turns, params, then)
