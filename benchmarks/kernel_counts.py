@@ -5,8 +5,8 @@ layers less a model of one, halved. Views are not counted; `rms_norm` is one ope
 its weight is trained, as on CUDA. A kernel reads its inputs and writes its outputs once. Bytes are counted without the
 products with weights and with them: a product reads its weights once, so that more tokens are fewer bytes for each.
 Errors are those of autocast beside float32, |x - y| / |y|: of the last states, and of gradients, the median over
-parameters.
-    python benchmarks/kernel_counts.py [--model convgpt|qwen|smol] [--tokens 1024] [--json FILE]
+parameters. With --tuning lora an adapter on all linear layers is trained, and the weights are frozen.
+    python benchmarks/kernel_counts.py [--model convgpt smol qwen qwen3] [--tuning full lora] [--json FILE]
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 import gpu
+import launches
 
 from posttrain.models import simplify_layers
+from posttrain.plan.known_models import PUBLISHED
 
 NOTHING = {"_unsafe_view", "detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 PRODUCTS = ("mm", "addmm")  # with weights
 VOCABULARY = 512  # no count depends on it
+MODELS = gpu.MODELS | {"qwen3": PUBLISHED["Qwen/Qwen3-0.6B"]}
 
 
 class Counted(TorchDispatchMode):
@@ -95,27 +98,36 @@ def norm_as_one(counted: Counted) -> Any:
     return lambda x, shape, weight=None, eps=None: Norm.apply(x, shape, weight, eps)
 
 
-def training_step(layers: int, tokens: int, name: str = "convgpt") -> Counted:
-    """Count a forward and backward pass of the decoder with so many layers over one row."""
-    kind, sizes = gpu.MODELS[name]
+def training_step(layers: int, tokens: int, name: str, tuning: launches.Tuning) -> tuple[Counted, int]:
+    """Count a forward and backward pass of the decoder with so many layers over one row.
+
+    Returns:
+        Operations of both, and how many of them the forward pass takes.
+    """
+    kind, sizes = MODELS[name]
     model = _measure.model_of(kind, sizes | _measure.ENDLESS | dict(vocab_size=VOCABULARY, num_hidden_layers=layers))
+    launches.add_adapter(model, tuning)
     simplify_layers(model)  # as every phase does
     ids = torch.zeros(1, tokens, dtype=torch.long)
     counted = Counted()
     with counted, patch.object(functional, "rms_norm", norm_as_one(counted)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        forward = counted.count.total()
         states.sum().backward()
-    return counted
+    return counted, forward
 
 
-def a_layer(tokens: int, name: str = "convgpt") -> dict[str, Any]:
+def a_layer(tokens: int, name: str = "convgpt", tuning: launches.Tuning = "full") -> dict[str, Any]:
     """Operations of a layer, and the bytes that they move for each token, without and with those of the products."""
-    one, three = training_step(1, tokens, name), training_step(3, tokens, name)
+    (one, first), (three, third) = (training_step(layers, tokens, name, tuning) for layers in (1, 3))
     each = {name: (three.count[name] - one.count[name]) / 2 for name in three.count}
     moved = {name: (three.moved[name] - one.moved[name]) / 2 / tokens for name in three.moved}
     return {
+        "model": name,
+        "tuning": tuning,
         "kernels": sum(each.values()),
+        "forward": (third - first) / 2,
         "KB_a_token_without_products": sum(moved[name] for name in moved if name not in PRODUCTS) / 1000,
         "KB_a_token_with_products": sum(moved.values()) / 1000,
         "each": {name: count for name, count in sorted(each.items(), key=lambda item: -item[1]) if count},
@@ -124,7 +136,7 @@ def a_layer(tokens: int, name: str = "convgpt") -> dict[str, Any]:
 
 def errors(name: str = "convgpt", seeds: int = 5) -> dict[str, float]:
     """Return the relative errors of states and gradients under autocast, the median over seeds and parameters."""
-    kind, sizes = gpu.MODELS[name]
+    kind, sizes = MODELS[name]
     states, gradients = list[float](), list[float]()
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -152,27 +164,38 @@ def errors(name: str = "convgpt", seeds: int = 5) -> dict[str, float]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    each = results["each"]
     names = ("_to_copy", "mul", "rms_norm", "rms_norm_backward", "mm")
-    header = ["kernels a layer", *names, "others", "KB a token, without products", "with products"]
+    header = ["model", "kernels a layer", *names, "others", "KB a token, without products", "with products"]
     header += ["error of states", "of gradients"]
-    others = results["kernels"] - sum(each.get(name, 0) for name in names)
-    cells = [results["kernels"], *(each.get(name, 0) for name in names), others]
-    cells += [results["KB_a_token_without_products"], results["KB_a_token_with_products"]]
-    line = [f"{cell:,.0f}" for cell in cells]
-    line += [f"{100 * results[each]:.2f} %" for each in ("error_of_states", "error_of_gradients")]
-    return f"{_measure.told(results)}\n\n{_measure.table(header, [line])}"
+    lines = []
+    for row in results["rows"]:
+        each = row["each"]
+        others = row["kernels"] - sum(each.get(name, 0) for name in names)
+        cells = [row["kernels"], *(each.get(name, 0) for name in names), others]
+        cells += [row["KB_a_token_without_products"], row["KB_a_token_with_products"]]
+        line = [row["model"] if row["tuning"] == "full" else f"{row['model']}, {row['tuning']}"]
+        line += [f"{cell:,.0f}" for cell in cells]
+        line += [f"{100 * row[key]:.2f} %" if key in row else "" for key in ("error_of_states", "error_of_gradients")]
+        lines.append(line)
+    return f"{_measure.told(results)}\n\n{_measure.table(header, lines)}"
 
 
 def main() -> None:
     parser = _measure.parser(__doc__, repeats=False)
-    parser.add_argument("--model", choices=gpu.MODELS, default="convgpt")
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["convgpt"])
+    parser.add_argument("--tuning", nargs="+", choices=launches.TUNINGS, default=["full"])
     parser.add_argument("--tokens", type=int, default=1024)
     given = parser.parse_args()
     if given.tokens < 1:
         parser.error("--tokens: at least 1")
     _measure.threads()
-    results = _measure.surroundings() | a_layer(given.tokens, given.model) | errors(given.model)
+    rows = []
+    for name in given.model:
+        for tuning in given.tuning:
+            row = a_layer(given.tokens, name, tuning)
+            # errors of a new adapter say nothing: half of its gradients are 0
+            rows.append(row | (errors(name) if tuning == "full" else {}))
+    results = _measure.surroundings() | {"rows": rows}
     _measure.publish(results, markdown(results), given.json)
 
 

@@ -1,8 +1,9 @@
 """How many operations does one decoded token cost?  Each is a kernel that Python launches, whatever the batch.
 
 A rollout of the slot engine with eight more tokens a row, less one without them; counted by torch's dispatcher on the
-CPU, in float32 and in bfloat16 autocast. Views and `_unsafe_view`, which compute nothing, are not counted.
-    python benchmarks/launches.py [--model convgpt-164m qwen2.5-0.5b] [--json FILE]
+CPU, in float32 and in bfloat16 autocast, of the model alone and with an adapter on all linear layers, as `model.lora`
+puts it there. Views and `_unsafe_view`, which compute nothing, are not counted.
+    python benchmarks/launches.py [--model convgpt-164m qwen2.5-0.5b] [--tuning full lora] [--json FILE]
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
+from posttrain import models
+from posttrain.config.shared import ModelSection
+from posttrain.plan.known_models import PUBLISHED
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.types import SamplingParams
 
@@ -39,7 +43,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             tie_word_embeddings=True,
         ),
     ),
+    "smollm2-135m": PUBLISHED["HuggingFaceTB/SmolLM2-135M-Instruct"],
+    "qwen3-0.6b": PUBLISHED["Qwen/Qwen3-0.6B"],
 }
+Tuning = Literal["full", "lora"]
+TUNINGS: tuple[Tuning, ...] = get_args(Tuning)
+
+
+def add_adapter(model: Any, tuning: Tuning) -> None:
+    """Put the adapter of the defaults of `model.lora` on the layers of a model, in place; none for tuning full."""
+    settings = models.peft_config(ModelSection(name_or_path="unused", tuning=tuning), model)
+    if settings is not None:
+        from peft import inject_adapter_in_model
+
+        inject_adapter_in_model(settings, model)
 
 
 class Dispatched(TorchDispatchMode):
@@ -121,33 +138,38 @@ def a_token(model: Any, autocast: bool, kernels: bool) -> dict[str, Any]:
     return {"all": sum(each.values()), "forward": forward, "each": each}
 
 
+def of_model(name: str, tuning: Tuning) -> Iterator[dict[str, Any]]:
+    """The rows of a model, alone or with an adapter: one for each precision."""
+    kind, shape = SHAPES[name]
+    model = _measure.model_of(kind, shape | _measure.ENDLESS | dict(vocab_size=VOCABULARY)).eval()
+    add_adapter(model, tuning)
+    for precision, autocast in (("float32", False), ("bfloat16 autocast", True)):
+        row = {"model": name, "tuning": tuning, "layers": model.config.num_hidden_layers, "precision": precision}
+        yield row | {what: a_token(model, autocast, what == "kernels") for what in ("dispatched", "kernels")}
+
+
 def markdown(results: dict[str, Any]) -> str:
     header = ["model", "layers", "precision", "operations a token", "in the forward", "outside", "kernels on CUDA"]
     cells = []
     for row in results["rows"]:
         all_of_it, forward = row["dispatched"]["all"], row["dispatched"]["forward"]
         counts = (all_of_it, forward, all_of_it - forward, row["kernels"]["all"])
-        cells.append([row["model"], str(row["layers"]), row["precision"], *(f"{count:,.0f}" for count in counts)])
+        name = row["model"] if row.get("tuning", "full") == "full" else f"{row['model']}, {row['tuning']}"
+        cells.append([name, str(row["layers"]), row["precision"], *(f"{count:,.0f}" for count in counts)])
     return f"{_measure.told(results)}\n\n{_measure.table(header, cells)}"
 
 
 def arguments(argv: Sequence[str]) -> Any:
     parser = _measure.parser(__doc__, repeats=False)
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tuning", nargs="+", choices=TUNINGS, default=list(TUNINGS))
     return parser.parse_args(argv)
 
 
 def main() -> None:
     given = arguments(sys.argv[1:])
     _measure.threads()
-    rows = []
-    for name in given.model:
-        kind, shape = SHAPES[name]
-        model = _measure.model_of(kind, _measure.ENDLESS | shape | dict(vocab_size=VOCABULARY)).eval()
-        for precision, autocast in (("float32", False), ("bfloat16 autocast", True)):
-            row = {"model": name, "layers": model.config.num_hidden_layers, "precision": precision}
-            row |= {what: a_token(model, autocast, what == "kernels") for what in ("dispatched", "kernels")}
-            rows.append(row)
+    rows = [row for name in given.model for tuning in given.tuning for row in of_model(name, tuning)]
     results = _measure.surroundings() | {"rows": rows}
     _measure.publish(results, markdown(results), given.json)
 

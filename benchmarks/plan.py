@@ -46,7 +46,7 @@ NEW = 64  # tokens that a turn of gpu.py's decoding has
 
 
 # Kernels and passes of the layers that were measured on an H100 and an H200; today's have fewer.
-THEN: dict[str, Any] = {"DECODING": devices.OPERATIONS, "DECODING_FUSED": 26}
+THEN: dict[str, Any] = {"DECODING": dict.fromkeys(seconds.DECODING, devices.OPERATIONS), "DECODING_FUSED": 26}
 THEN |= {name: dict.fromkeys(each, each[""]) for name, each in (("EAGER", seconds.EAGER), ("MANY", seconds.MANY))}
 
 

@@ -50,21 +50,44 @@ class Counts(NamedTuple):
     again: float  # what recomputation adds
     forward: float  # in a forward pass alone
 
+    def plus(self, other: Counts, times: float) -> Counts:
+        """Return these counts and `times` as often the others."""
+        return Counts(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
 
 # An activation is written once, read by the next operation and by the backward pass, and its gradient is written and
 # read: five passes. A CPU keeps the rest in its caches, and compiled layers do not write it. Launched one by one,
 # operations of a GPU write what they convert, norm and rotate as well. By family, as benchmarks/kernel_counts.py counts
-# with 1,024 tokens: 4.8 passes in ConvGPT's layers, 7.1 and 7.7 in those of SmolLM2 and Qwen2.5-0.5B after
-# `simplify_layers`, and 11.0 and 10.6 before it, as in other families.
+# with 1,024 tokens: 4.8 passes in ConvGPT's layers, and after `simplify_layers` 7.1 and 7.7 in those of SmolLM2 and
+# Qwen2.5-0.5B and 8.5 in Qwen3's; 11.0 and 10.6 before it, as in other families.
 FEW = Counts(5, 2, 2)
-MANY = {"convgpt": Counts(4.8, 1.9, 1.9), "simple": Counts(7.4, 3, 3), "": Counts(11, 4.4, 4.4)}
-# Operations. Launched one by one, counted likewise: 93, 71 and 80, and 135 and 144. Compiled: 74 in ConvGPT's, 94 with
-# recomputation, counted on a GPU. Those of a CPU are measured in a forward pass: two or three times as many.
-EAGER = {"convgpt": Counts(93, 30, 30), "simple": Counts(76, 25, 25), "": Counts(140, 46, 46)}
+MANY = {
+    "convgpt": Counts(4.8, 1.9, 1.9),
+    "simple": Counts(7.4, 3, 3),
+    "qwen3": Counts(8.5, 3.4, 3.4),
+    "": Counts(11, 4.4, 4.4),
+}
+# Operations. Launched one by one, counted likewise: 93, 71 and 80, 85, and 135 and 144. Compiled: 74 in ConvGPT's, 94
+# with recomputation, counted on a GPU. Those of a CPU are measured in a forward pass: two or three times as many.
+EAGER = {
+    "convgpt": Counts(93, 30, 30),
+    "simple": Counts(76, 25, 25),
+    "qwen3": Counts(85, 28, 28),
+    "": Counts(140, 46, 46),
+}
 COMPILED, ON_CPU = Counts(74, 20, 25), Counts(92, 46, 46)
-# Kernels of a decoding step for one layer, counted by benchmarks/launches.py: ConvGPT's have matrices joined
-# (posttrain.models.fused). A CPU's own time of a layer is measured.
-DECODING, DECODING_FUSED = 26, 23
+# What an adapter on a linear layer adds on a GPU: two products, their scale and sum, and conversions between float32
+# and bfloat16, less the gradient of the frozen weight. Counted likewise with --tuning lora, for the seven linear layers
+# of a layer: 100 to 112 operations in both passes (112 in SmolLM2's and Qwen3's), 51 to 56 in the forward pass, 4.4 to
+# 6.6 passes over the activations. Compiled: 53 in both and 29 to 34 forward (Qwen2 and ConvGPT, products and kernels of
+# inductor on a CPU). What unpacks 4-bit weights is not counted.
+ADAPTED, ADAPTED_COMPILED, ADAPTED_PASSES = Counts(15, 8, 8), Counts(7.5, 4.5, 4.5), Counts(0.77, 0.31, 0.31)
+# Kernels of a decoding step for one layer, counted by benchmarks/launches.py: those of a step over the layers.
+# ConvGPT's have matrices joined (posttrain.models.fused) unless they have adapters. Of other families Phi-4 and SmolLM3
+# take so many, Gemma 3 more. An adapter, which the engines of this project do not merge, adds four to a linear layer. A
+# CPU's own time of a layer is measured, without adapters.
+DECODING = {"convgpt": 40, "simple": 26, "qwen3": 32, "": 46}
+DECODING_FUSED, DECODING_ADAPTED = 23, 4
 # The shortest time between two kernels of a CUDA graph: an H100 took 5.9 ms for 1,106 of Qwen2.5-0.5B and 5.6 for 1,380
 # of SmolLM2, where their bytes take 2.
 REPLAYED = 4.5e-6
@@ -129,9 +152,14 @@ class Cost:
         self.flops = peak * 1e12 * self.factors.matmul
         self.stream = self.device.bandwidth * 1e9 * self.factors.stream
         self.moved = OfAToken.of(shape, numbers).moved
-        family = "convgpt" if shape.fused else "simple" if shape.simple else ""
-        self.passes = FEW if numbers.compiled or self.device.waits else MANY[family]
-        self.launches = ON_CPU if self.device.waits else COMPILED if numbers.compiled else EAGER[family]
+        self.adapted = shape.adapted / max(1, shape.layers)  # linear layers with an adapter, in one layer
+        if self.device.waits:
+            self.passes, self.launches = FEW, ON_CPU
+        elif numbers.compiled:
+            self.passes, self.launches = FEW, COMPILED.plus(ADAPTED_COMPILED, self.adapted)
+        else:
+            self.passes = MANY[shape.family].plus(ADAPTED_PASSES, self.adapted)
+            self.launches = EAGER[shape.family].plus(ADAPTED, self.adapted)
 
     def with_launches(self, work: float, operations: float) -> float:
         """Return the seconds of work and launches: only a GPU works while the next operations are launched."""
@@ -186,7 +214,8 @@ class Cost:
         read += SAMPLING * rows * shape.vocabulary / self.stream
         flops = forward_flops(shape, rows, behind) + head_flops(shape, rows)
         work = max(read, flops / self.flops)
-        kernels = DECODING_FUSED if shape.fused else DECODING
+        kernels = DECODING_FUSED if shape.fused else DECODING[shape.family]
+        kernels += DECODING_ADAPTED * self.adapted
         operations = shape.layers * (kernels if self.device.cuda else OPERATIONS)
         if launched:
             return tokens * self.with_launches(work, operations)
@@ -247,9 +276,12 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     cost = Cost(shape, Numbers.of(cfg, shards), fleet)
     launched = not cfg.rollout.engine.startswith("vllm") and not plan.cuda_graphs
     replays = cfg.rollout.engine == "replay"
+    # vLLM gets weights with the adapter merged into them
+    played = shape._replace(adapted=0) if cfg.rollout.engine.startswith("vllm") else shape
+    player = Cost(played, cost.numbers, fleet)
 
     def plays(conversations: float, samples: float) -> float:
-        return rollout(cost, work, conversations, samples, plan.slots, launched, replays)
+        return rollout(player, work, conversations, samples, plan.slots, launched, replays)
 
     players = len(cfg.rollout.servers) or fleet.count  # a server is as fast as one device
     playing = plays(math.ceil(work.groups / players) * work.samples, work.samples)
@@ -263,7 +295,7 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     every, steps = cfg.evaluation.every, cfg.trainer.max_steps
     levels = math.ceil(cfg.evaluation.episodes / players) * len(cfg.envs)
     evaluation = plays(levels, 1) + sum(
-        _suite_seconds(cost, suite, players, plan.slots, launched) for suite in _suites(cfg)
+        _suite_seconds(player, suite, players, plan.slots, launched) for suite in _suites(cfg)
     )
     evaluations = 1 + steps // every + bool(steps % every)
     evaluating = evaluations * evaluation
@@ -271,7 +303,7 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     if cfg.distillation is not None and cfg.remembers:  # the first model's answers, before the first step
         answers = sum(source.rows or 10_000 for source in cfg.distillation.sources) / players
         new = cfg.distillation.max_new_tokens
-        evaluating += _answer_seconds(cost, answers, GUESSED_PROMPT, new, plan.slots, launched)
+        evaluating += _answer_seconds(player, answers, GUESSED_PROMPT, new, plan.slots, launched)
     work_of_run = {PLAYING: evaluating + steps * (moving + playing), LEARNING: steps * learning}
     if cfg.rollout.max_staleness:  # the rollout of the next step runs during the update
         shorter = PLAYING if playing < learning else LEARNING

@@ -37,6 +37,8 @@ class Shape(NamedTuple):
     states: int  # width of the input of the output layer
     tied: bool  # whether the output layer is the embedding
     fused: int = 0  # numbers of the blocks that a rollout keeps a second time (fused.py in posttrain/models)
+    adapted: int = 0  # linear layers that tuning=lora or qlora puts an adapter on
+    family: str = ""  # of the layers, as they are launched: convgpt; simple and qwen3 (simplify_layers); others
     simple: bool = False  # whether simplify_layers (layers.py in posttrain/models) makes its layers keep less
     teacher: Shape | None = None  # of the model of `distillation.teacher`
 
@@ -78,15 +80,21 @@ class Shape(NamedTuple):
             tied=output.weight is net.get_input_embeddings().weight,
             simple=text.model_type in models.SIMPLE_FAMILIES and text.model_type != "qwen3",  # which norms heads, too
         )
-        if isinstance(net.base_model, ConvGPTModel) and model.tuning == "full":
-            shape = shape._replace(fused=shape.blocks + shape.embedding * shape.hidden)
+        if text.model_type in models.SIMPLE_FAMILIES:
+            shape = shape._replace(family="simple" if shape.simple else "qwen3")
+        if isinstance(net.base_model, ConvGPTModel):
+            fused = shape.blocks + shape.embedding * shape.hidden if model.tuning == "full" else 0
+            shape = shape._replace(family="convgpt", fused=fused)
         if (settings := models.peft_config(model, net)) is None:
             return shape
         from peft import get_peft_model
 
         with trl_arguments.refusals_in_words():
             adapted = get_peft_model(net, settings)
-        return shape._replace(adapter=sum(p.numel() for p in adapted.parameters() if p.requires_grad))
+        return shape._replace(
+            adapter=sum(p.numel() for p in adapted.parameters() if p.requires_grad),
+            adapted=sum(name.endswith(".lora_A.default") for name, _ in adapted.named_modules()),
+        )
 
 
 def _cache_of_a_token(net: Any, otherwise: int) -> int:

@@ -23,6 +23,7 @@ from posttrain import plan
 from posttrain.config.dpo import DPORun
 from posttrain.config.loading import resolve
 from posttrain.config.sft import SFTRun
+from posttrain.config.shared import ModelSection
 from posttrain.config.starpo import StarPORun
 from posttrain.plan import devices, known_models, parts, report, rows, seconds, work
 from posttrain.plan.devices import Device, Fleet
@@ -412,12 +413,57 @@ def test_the_seconds_of_a_plain_case() -> None:
     assert cost.decodes(100, 64, 1600) == pytest.approx(100 * read)
     moved = 2 * 1000 * cost.moved / 480e9
     assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
-    waiting = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU))
-    assert waiting.decodes(1, 1, 100, launched=True) == pytest.approx(seconds.DECODING * 24 * GPU.operation)
-    assert waiting.decodes(1, 1, 100) == pytest.approx(seconds.DECODING * 24 * seconds.REPLAYED)  # of a graph
+    waiting, kernels = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU)), seconds.DECODING[SHAPE.family] * 24
+    assert waiting.decodes(1, 1, 100, launched=True) == pytest.approx(kernels * GPU.operation)
+    assert waiting.decodes(1, 1, 100) == pytest.approx(kernels * seconds.REPLAYED)  # of a graph
     one_by_one = seconds.Cost(SHAPE, numbers._replace(compiled=False), Fleet(GPU))
     for tokens in (8, 100_000):  # launches, and bytes
         assert one_by_one.learns(tokens, 0, 0) > 1.2 * waiting.learns(tokens, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("mkurman/ConvGPT-0.2B-SYNTH-250B-EC", "convgpt"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "simple"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "simple"),
+        ("Qwen/Qwen3-0.6B", "qwen3"),
+        ("google/gemma-3-270m-it", ""),
+    ],
+)
+def test_an_adapter_is_launched_and_keeps_the_family(name: str, family: str) -> None:
+    kind, sizes = known_models.PUBLISHED[name]
+    made = AutoConfig.for_model(kind, **sizes)
+    full, lora = (Shape.of(made, ModelSection(name_or_path="unused", tuning=tuning)) for tuning in ("full", "lora"))
+    outside = 3 if family == "convgpt" else 0  # linear layers between its embedding, its blocks and its output layer
+    assert full.family == lora.family == family
+    assert full.adapted == 0 and lora.adapted == 7 * lora.layers + outside
+    for compiled, adapter in ((False, seconds.ADAPTED), (True, seconds.ADAPTED_COMPILED)):
+        alone, adapted = (
+            seconds.Cost(shape, Numbers(4, 2, shape_tuning, False, False, compiled=compiled), Fleet(GPU))
+            for shape, shape_tuning in ((full, "full"), (lora, "lora"))
+        )
+        own = seconds.COMPILED if compiled else seconds.EAGER[family]
+        launches = own.both * lora.layers + adapter.both * lora.adapted
+        assert adapted.learns(1, 0, 0) == pytest.approx(launches * GPU.operation) and launches > 60 * lora.layers
+        assert adapted.learns(1, 0, 0) > 1.3 * alone.learns(1, 0, 0)
+        kernels = seconds.DECODING[family] * lora.layers + seconds.DECODING_ADAPTED * lora.adapted
+        assert adapted.decodes(1, 1, 1, launched=True) == pytest.approx(kernels * GPU.operation)
+    cpu = Fleet(GPU._replace(waits=True))  # whose time of a layer is measured without adapters
+    assert seconds.Cost(lora, Numbers(4, 4, "lora", False, False), cpu).launches == seconds.ON_CPU
+
+
+def test_vllm_decodes_with_the_adapter_merged() -> None:
+    adapted = SHAPE._replace(adapter=8_000_000, adapted=7 * SHAPE.layers, family="simple")
+    work = Episodes(8, 4, turns=3, prompt=200, new=50, reply=30, longest=1024)
+
+    def planned(engine: str, shape: Shape) -> float:
+        cfg = config(model={"tuning": "lora"}, rollout={"engine": engine}, trainer={"bf16": True})
+        chosen = plan.choose(shape, cfg, Place(200 * GIB))
+        return seconds.of_episodes(shape, cfg, Fleet(GPU), work, chosen, 1).parts["rollout"]
+
+    for engine, equal in (("slots", False), ("vllm", True)):
+        assert (planned(engine, adapted) == planned(engine, adapted._replace(adapted=0))) is equal
 
 
 def test_a_range_is_what_was_measured_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ from posttrain.config.loading import resolve
 from posttrain.config.sft import SFTRun
 from posttrain.config.starpo import StarPORun
 from posttrain.models import row_attention
+from posttrain.plan import seconds as planned_seconds
 from posttrain.rollout.engines.replay import ReplaySampler
 from posttrain.rollout.episodes import play, set_up
 from posttrain.types import Completion, SamplingParams, derive_seed
@@ -551,12 +552,18 @@ def test_a_decoded_token_takes_few_operations(rollout, tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", ["launches.py", "--json", str(tmp_path / "figures.json")])
     launches.main()
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    taken = {(row["precision"], row["layers"]): row["kernels"]["all"] for row in rows}
+    taken = {(row["tuning"], row["precision"], row["layers"]): row["kernels"]["all"] for row in rows}
     for precision, most in (("float32", 0.6 * 1202), ("bfloat16 autocast", 0.6 * 1565)):
-        one, two = taken[precision, 1], taken[precision, 2]
+        one, two = taken["full", precision, 1], taken["full", precision, 2]
         assert one < two and one + 31 * (two - one) <= most
     assert all(row["dispatched"]["all"] > row["kernels"]["all"] for row in rows)
-    assert all(row["kernels"]["each"]["rms_norm"] == 3 * row["layers"] + 1 for row in rows)
+    alone = [row for row in rows if row["tuning"] == "full"]
+    assert all(row["kernels"]["each"]["rms_norm"] == 3 * row["layers"] + 1 for row in alone)
+    # the plan's kernels of a layer, in whose place an adapter's weights are not merged
+    family, lora = planned_seconds.DECODING["convgpt"], taken["lora", "bfloat16 autocast", 2]
+    assert lora - taken["lora", "bfloat16 autocast", 1] == pytest.approx(
+        family + 7 * planned_seconds.DECODING_ADAPTED, abs=5
+    )
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(rows) and len({line.count("|") for line in table}) == 1
 
@@ -578,9 +585,11 @@ def test_a_layer_of_convgpt_trains_with_few_kernels(rollout, tmp_path, monkeypat
     kernels = loaded(FILE.parent / "kernel_counts.py")
     monkeypatch.setattr(sys, "argv", ["kernel_counts.py", "--tokens", "8", "--json", str(tmp_path / "figures.json")])
     kernels.main()
-    counted = json.loads((tmp_path / "figures.json").read_text())
+    (counted,) = json.loads((tmp_path / "figures.json").read_text())["rows"]
     results = FILE.parent / "results"
-    measured, before = (json.loads((results / f"kernel_counts{each}.json").read_text()) for each in ("", "-before"))
+    measured, before = (
+        json.loads((results / f"kernel_counts{each}.json").read_text())["rows"][0] for each in ("", "-before")
+    )
     assert counted["kernels"] == measured["kernels"] <= 95 and counted["each"] == measured["each"]
     assert measured["KB_a_token_with_products"] <= 450
     for error in ("error_of_states", "error_of_gradients"):
@@ -761,6 +770,30 @@ def test_a_file_without_rows_is_refused_in_words(
         with pytest.raises(SystemExit, match="2"):
             script.config.run(script.main)
         assert told in capsys.readouterr().err
+
+
+def test_the_plan_has_the_kernels_that_were_counted(rollout) -> None:
+    """By family, alone and with an adapter on the seven linear layers of a layer."""
+    results = FILE.parent / "results"
+    families = {"convgpt": "convgpt", "smol": "simple", "qwen": "simple", "qwen3": "qwen3"}
+    rows = json.loads((results / "kernel_counts.json").read_text())["rows"]
+    assert len(rows) == 8
+    alone = {row["model"]: row for row in rows if row["tuning"] == "full"}
+    for row in rows:
+        family = families[row["model"]]
+        more = 7 * planned_seconds.ADAPTED.both if row["tuning"] == "lora" else 0
+        assert row["kernels"] == pytest.approx(planned_seconds.EAGER[family].both + more, rel=0.08), row["model"]
+        if more:
+            forward = row["forward"] - alone[row["model"]]["forward"]
+            assert forward == pytest.approx(7 * planned_seconds.ADAPTED.forward, abs=6), row["model"]
+    for row in json.loads((results / "launches.json").read_text())["rows"]:
+        if row["precision"] == "float32":
+            continue
+        family = {"convgpt-164m": "convgpt", "qwen3-0.6b": "qwen3"}.get(row["model"], "simple")
+        planned = planned_seconds.DECODING_FUSED if family == "convgpt" else planned_seconds.DECODING[family]
+        if row["tuning"] == "lora":
+            planned = planned_seconds.DECODING[family] + 7 * planned_seconds.DECODING_ADAPTED
+        assert row["kernels"]["all"] / row["layers"] == pytest.approx(planned, rel=0.06), (row["model"], row["tuning"])
 
 
 @pytest.mark.parametrize("file", ["learning.jsonl", "learning-spa-cues.jsonl", "learning-spa-next-state.jsonl"])
