@@ -44,7 +44,7 @@ _BROKEN: dict[str, str] = {}  # file -> why it cannot be imported; added to the 
 
 
 def register(env: type[TextEnv]) -> None:
-    """Make an environment known to `make` under its name, and to gymnasium as posttrain/<class>-v0."""
+    """Make an environment known to `make` under its name, and to gymnasium as `posttrain/<class>-v0`."""
     _check_whole(env)
     files = {
         ".".join(each.__module__.split(".")[:2])

@@ -158,9 +158,9 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     `options["noise_seed"]` seeds the chance inside the episode (slips, scripted policies) apart from the level; it
     is the seed itself unless given, so the samples of a group share a level without sharing its noise.
 
-    `step` takes ONE action. From a list it is the name as written there; free text is all that stands between <answer>
-    and </answer>, white space included, and never blank. The environment judges it: what it cannot read is invalid, and
-    changes nothing. It returns gymnasium's five values; `info` holds
+    `step` takes ONE action. From a list it is the name as written there; free text is all that stands between
+    `<answer>` and `</answer>`, white space included, and never blank. The environment judges it: what it cannot read is
+    invalid, and changes nothing. It returns gymnasium's five values; `info` holds
         success              bool, the task is done
         action_is_valid      bool, the action could be read and is allowed; invalid ones cost the format penalty
         action_is_effective  bool, the action changed the state

@@ -186,14 +186,21 @@ def render(name: str, source: str, values: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=64)
+def values_of(source: str) -> frozenset[str]:
+    """Return which values a template asks for."""
+    from jinja2.meta import find_undeclared_variables
+
+    return frozenset(find_undeclared_variables(template(source).environment.parse(source)))
+
+
+@lru_cache(maxsize=64)
 def check_template(name: str, source: str) -> None:
     """ValueError where a template cannot be read, asks for a value that it is not given, or cannot be filled."""
     from jinja2 import TemplateError
-    from jinja2.meta import find_undeclared_variables
 
     values = TEMPLATES[name]
     try:
-        unknown = find_undeclared_variables(template(source).environment.parse(source)) - set(values)
+        unknown = values_of(source) - set(values)
     except TemplateError as error:
         raise ValueError(f"protocol.{name} is not a Jinja template ({error}).") from error
     if unknown:

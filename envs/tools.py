@@ -136,6 +136,9 @@ def first_environment(make: Callable[[], Any], path: str) -> Any:
     except (Exception, SystemExit) as error:  # somebody's code may raise anything
         words = escaped(error_text(error))
         raise ValueError(f"the environment {path} cannot be made: it raised {type(error).__name__}: {words}") from error
+    if inspect.iscoroutine(made):
+        made.close()
+        raise ValueError(f"the environment {path} is an async function: write it without async.")
     if not callable(getattr(made, "reset", None)):
         raise ValueError(
             f"the environment {path} makes a {type(made).__name__}, which has no method reset(**row) -> str | None, as"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from envs.base import TextEnv
-from envs.protocol import ACTION_SEP, Past, Protocol, format_response, render
+from envs.protocol import ACTION_SEP, Past, Protocol, format_response, render, values_of
 from envs.sentences import counted, listed, upper_first
 
 SYSTEM = """\
@@ -79,7 +79,7 @@ def user_text(env: TextEnv, protocol: Protocol, view: View) -> str:
         observation=view.observation,
         left=f"You have {left} left." if protocol.max_turns > 1 else "",
         question=_question(env),
-        form="" if env.actions else f"Answer in the form {answer_form(env, protocol)}.",
+        form="" if env.actions is not None else f"Answer in the form {answer_form(env, protocol)}.",
         turn=view.turn,
         turns_left=view.turns_left,
         actions_left=view.actions_left,
@@ -156,7 +156,8 @@ def outcome(env: TextEnv, protocol: Protocol, past: Past) -> str:
     if not past.well_formed:
         # not all of the instructions again: small models that read these repeat their answer
         said.append("That was not a valid answer.")
-        said += [f"Use the form {answer_form(env, protocol)}."] if env.actions else []
+        told = protocol.feedback is None or "form" in values_of(protocol.feedback)  # at the end of the message
+        said += [] if told and env.actions is None else [f"Use the form {answer_form(env, protocol)}."]
     elif past.invalid:
         names = ", ".join(f'"{" ".join(name.split())[:LONGEST_NAME]}"' for name in past.invalid[:3])
         said.append(f"{names} is not one of the actions. The actions are {listed(env.actions or ())}.")

@@ -19,7 +19,7 @@ from envs.prompts.agents import OUTPUT, AgentProgram, agent_of
 from envs.prompts.calls import Answered, TrainerState, call_rewards
 from envs.prompts.columns import columns_for, columns_read_by, reply_of
 from envs.prompts.rewards import own_reward_of, reward_of, with_own_titles
-from envs.prompts.rows import EVERY_COLUMN, Conversation, Rows, Table, conversation_of, table_of
+from envs.prompts.rows import EVERY_COLUMN, Conversation, Rows, Table, conversation_of, table_of, without_prompt
 from envs.protocol import Message
 from envs.sentences import listed
 from envs.tools import environment_of, first_environment, methods_of, text_in
@@ -167,6 +167,8 @@ class Prompts(TextEnv):
 
     def _remedy(self) -> str:
         """Return what to do where a split has too few rows, or none."""
+        if not self.table.alike and self.config.rows is not None and self.config.rows <= len(self.table.rows):
+            return f"Raise rows (now {self.config.rows:,})."
         if not self.table.alike:
             words = {"validation": "validation", "test": "the test"}
             places = [f"to its {split} split" for split in words if split in self.table.own]
@@ -180,7 +182,7 @@ class Prompts(TextEnv):
         return (
             f"The {self.table.alike:,} rows that are to be divided all have the same prompt"
             f"{read if self.config.reads is not None else ''}, so they are in one split: write rows that differ, or a"
-            " file for each split."
+            f" file for each split. {without_prompt(self.table.rows, self.config)}".rstrip()
         )
 
     @classmethod

@@ -231,7 +231,17 @@ def _found_beside_a_reader(row: Mapping[str, Any]) -> str | None:
     prompt = row.get("prompt")
     if (isinstance(prompt, str) and prompt.strip()) or (isinstance(prompt, list) and prompt):
         return "prompt"
-    return "messages" if _as_messages(row.get("messages")) else None
+    messages = row.get("messages")
+    meant = isinstance(messages, list) and all(isinstance(each, Mapping) and "role" in each for each in messages)
+    return "messages" if messages and meant else None
+
+
+def without_prompt(rows: Sequence[Mapping[str, Any]], source: Rows) -> str:
+    """Return what to do where no row has a prompt beside an environment or a program, and one may be meant; else ""."""
+    if source.reads is None or source.prompt or source.template or any(map(_found_beside_a_reader, rows)):
+        return ""
+    names = [name for name in COLUMNS if any(row.get(name) for row in rows)]
+    return f"No column is read as the prompt; to name one: prompt: {names[0]}." if names else ""
 
 
 def _rest(source: Rows, row: Mapping[str, Any], used: Sequence[str]) -> str | None:

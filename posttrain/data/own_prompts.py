@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from envs import make
 from envs.prompts import Prompts
 from envs.prompts.rewards import Reward
-from envs.prompts.rows import EVERY_COLUMN, Conversation, Rows, conversation_of, read_rows, splits_of
+from envs.prompts.rows import EVERY_COLUMN, Conversation, Rows, conversation_of, read_rows, splits_of, without_prompt
 from posttrain.types import UserError
 
 SPLITS = {"train": "training", "validation": "validation", "test": "the test"}
@@ -64,6 +64,8 @@ def own_prompts(path: str, options: Mapping[str, Any]) -> OwnPrompts:
         *_listed(repeated),
         f"columns: {', '.join(dict.fromkeys(column for row in rows for column in row))}",
     ]
+    if empty := without_prompt(rows, source):
+        lines.append(f"{empty} Without a prompt the user message is empty.")
     if isinstance(env, Prompts):
         lines += [f"  {_reward_line(reward, env.columns, usable)}" for reward in env.rewards]
     return OwnPrompts(lines, conversations, problem)

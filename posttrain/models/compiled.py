@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -48,9 +49,13 @@ def compile_layers(model: Any, *, deterministic: bool = False, backend: str = "i
 
 
 def layers_are_compiled(model: Any) -> bool:
-    """Return whether `compile_layers` has compiled the layers of a model, and compilation of none has failed so far."""
+    """Return whether `compile_layers` has compiled the layers of a model, and compilation of none has failed so far.
+
+    Torch compiles nothing at all where TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set.
+    """
+    off = "1" in (os.environ.get("TORCH_COMPILE_DISABLE"), os.environ.get("TORCHDYNAMO_DISABLE"))
     found = [getattr(layer, COMPILED) for layer in model.modules() if hasattr(layer, COMPILED)]
-    return bool(found) and all(found)
+    return bool(found) and all(found) and not off
 
 
 @functools.cache

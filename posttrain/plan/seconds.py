@@ -144,6 +144,7 @@ class Cost:
     """The seconds that one device needs for forward passes, updates, optimizer steps and decoding."""
 
     def __init__(self, shape: Shape, numbers: Numbers, fleet: Fleet, in_torch: bool = False) -> None:
+        self.in_torch = in_torch
         self.logits = (LOGITS_IN_TORCH, LOGITS_IN_TORCH_BOTH) if in_torch else (LOGITS, LOGITS_BOTH)
         self.shape, self.numbers, self.fleet, self.device = shape, numbers, fleet, fleet.device
         own = {key: value for key, value in fleet.known.items() if key in Factors._fields}
@@ -222,6 +223,11 @@ class Cost:
         return tokens * (max(work, operations * REPLAYED) if self.device.cuda else work)
 
 
+def unadapted(cost: Cost) -> Cost:
+    """Return the cost with adapters merged into the weights, or switched off as in passes of the reference."""
+    return Cost(cost.shape._replace(adapted=0), cost.numbers, cost.fleet, cost.in_torch)
+
+
 def forward_flops(shape: Shape, tokens: float, behind: float) -> float:
     """Return the FLOPs of the blocks for tokens that each attend to `behind` others on average.
 
@@ -258,12 +264,12 @@ def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: DataRows, rows: int, sha
     else:  # below 1 it is a share of all steps
         evaluations = steps / (settings.eval_steps * (steps if settings.eval_steps < 1 else 1))
 
-    def read(count: float) -> float:
-        return cost.reads(count * each, count * data.tokens * data.trained, behind, count / rows)
+    def read(reader: Cost, count: float) -> float:
+        return reader.reads(count * each, count * data.tokens * data.trained, behind, count / rows)
 
-    run = steps * (learning + stepping) + math.ceil(evaluations) * read(settings.held_out)  # on every device
+    run = steps * (learning + stepping) + math.ceil(evaluations) * read(cost, settings.held_out)  # on every device
     if settings.pairs:  # the reference computes the log-probs of every pair once
-        run += read((data.rows + settings.held_out) / fleet.count)
+        run += read(unadapted(cost), (data.rows + settings.held_out) / fleet.count)
     return Seconds({"passes": learning, "optimizer": stepping}, {LEARNING: run})
 
 
@@ -276,9 +282,7 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     cost = Cost(shape, Numbers.of(cfg, shards), fleet)
     launched = not cfg.rollout.engine.startswith("vllm") and not plan.cuda_graphs
     replays = cfg.rollout.engine == "replay"
-    # vLLM gets weights with the adapter merged into them
-    played = shape._replace(adapted=0) if cfg.rollout.engine.startswith("vllm") else shape
-    player = Cost(played, cost.numbers, fleet)
+    player = unadapted(cost) if cfg.rollout.engine.startswith("vllm") else cost  # which gets merged weights
 
     def plays(conversations: float, samples: float) -> float:
         return rollout(player, work, conversations, samples, plan.slots, launched, replays)
@@ -347,8 +351,9 @@ def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) 
     epochs = algorithm.num_iterations
     # in bfloat16 log-probs are computed again for all steps but the first; reference and critic have a pass each
     again = 1.0 if epochs > 1 else 1 - 1 / algorithm.minibatches
-    forward_passes = bool(cfg.trainer.bf16) * again + (algorithm.beta > 0) + algorithm.critical
+    forward_passes = bool(cfg.trainer.bf16) * again + algorithm.critical
     seconds = forward_passes * cost.reads(tokens, sampled, behind, pieces)
+    seconds += (algorithm.beta > 0) * unadapted(cost).reads(tokens, sampled, behind, pieces)
     shared = episodes * work.prompt * (1 - 1 / work.samples) if cfg.can_share_prefixes else 0.0
     seconds += epochs * cost.learns(tokens - shared, sampled, behind, pieces)
     trained = trained_parameters(cost.shape, cfg.model.tuning)
@@ -363,7 +368,7 @@ def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) 
     if cfg.distillation is not None and cfg.remembers and cfg.distillation.coef:
         rows, new = cfg.distillation.batch_size / count, cfg.distillation.max_new_tokens
         read = rows * (GUESSED_PROMPT + new)
-        learned, reference = (each(read, rows * new, new / 2) for each in (cost.learns, cost.reads))
+        learned, reference = (each(read, rows * new, new / 2) for each in (cost.learns, unadapted(cost).reads))
         seconds += steps * (learned + reference)
     return seconds
 

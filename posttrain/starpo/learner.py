@@ -65,8 +65,8 @@ class Forward(NamedTuple):
     @property
     def context_S(self) -> torch.Tensor:
         """The row that each token was sampled in; rows with tokens are 0, 1, 2, ..."""
-        counts = [count for row in self.rows if (count := row.tokens.stop - row.tokens.start)]
-        return sent(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.logprobs_S.device)
+        counts = torch.tensor([count for row in self.rows if (count := row.tokens.stop - row.tokens.start)]).long()
+        return sent(torch.arange(len(counts)).repeat_interleave(counts), self.logprobs_S.device)
 
 
 class Models(NamedTuple):

@@ -190,17 +190,23 @@ def check_environments(cfg: StarPORun) -> None:
         except (Exception, SystemExit) as problem:  # an environment may raise anything
             words = escaped(error_text(problem))
             if not isinstance(problem, ValueError | TypeError):
-                words = f"it raised {type(problem).__name__}: {words}. See posttrain env check {env.name}."
+                words = f"it raised {type(problem).__name__}: {words}. See {_check_of(env)}."
             raise UserError(f"envs.{n} ({env.title}): {words}") from problem
+
+
+def _check_of(env: EnvSection) -> str:
+    options = "".join(f" {shlex.quote(f'{key}={json.dumps(value)}')}" for key, value in env.options.items())
+    return f"`posttrain env check {env.name}{options}`"
 
 
 class Crashed(UserError):
     """An environment does nothing but crash, so there is nothing to learn from."""
 
     def __init__(self, env: EnvSection, where: str, last: str) -> None:
-        options = "".join(f" {shlex.quote(f'{key}={json.dumps(value)}')}" for key, value in env.options.items())
         what = "reward function" if env.name == "prompts" else "environment"
-        remedy = f"Correct the {what}: `posttrain env check {env.name}{options}` plays it and says what is wrong."
+        if env.name == "prompts" and env.options.get("environment"):
+            what = "environment or the reward function"
+        remedy = f"Correct the {what}: {_check_of(env)} plays it and says what is wrong."
         if env.name == "prompts" and (env.tools or env.options.get("agent")):  # the check has neither
             remedy = f"Correct the {what}."
         if last.startswith(PROGRAM_CRASHED):

@@ -297,7 +297,7 @@ def test_an_environment_needs_no_prompt(tmp_path: Path) -> None:
     given: list[dict[str, Any]] = [{}, {"prompt": None}, {"prompt": ""}, {"prompt": asked}, {"problem": 3}]
     given += [{"prompt": []}, {"prompt": " "}, {"input": [0, 1]}, {"query": [0], "input": [{"x": 0}]}]
     given += [{name: "Read me."} for name in ("question", "problem", "query", "input", "instruction", "messages")]
-    given += [{"messages": [{"role": "system", "content": "a"}]}, {"messages": [1]}, {"messages": []}]
+    given += [{"messages": [1]}, {"messages": [{"content": "a"}]}, {"messages": []}]
     for number, row in enumerate(given):
         path = saved(tmp_path / f"{number}.jsonl", [row | {"target": n} for n in range(60)])
         env: Any = envs.make("prompts", path=path, environment=f"{__name__}:Judge")
@@ -307,6 +307,31 @@ def test_an_environment_needs_no_prompt(tmp_path: Path) -> None:
     path = saved(tmp_path / "led.jsonl", [{"system": "Be brief.", "target": n} for n in range(60)])
     led = Episode(envs.make("prompts", path=path, environment=f"{__name__}:Judge"), Protocol(), 1, "train")
     assert [message["role"] for message in led.messages] == ["system", "user"]
+
+
+def test_messages_that_are_damaged_are_refused_beside_an_environment(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "usr", "content": "Count."}], "target": n} for n in range(60)]
+    with pytest.raises(ValueError, match="messages is neither a text nor a list of messages"):
+        envs.make("prompts", path=saved(tmp_path / "rows.jsonl", rows), environment=f"{__name__}:Judge")
+
+
+class Unasked(Counter):
+    def reset(self) -> None: ...
+
+
+def test_a_column_that_may_be_the_prompt_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path / "rows.jsonl", [{"question": f"q{n}"} for n in range(60)])
+    options: dict[str, Any] = {"environment": f"{__name__}:Unasked", "rewards": ["length"]}
+    with pytest.raises(NoLevel, match="No column is read as the prompt; to name one: prompt: question"):
+        envs.make("prompts", path=path, **options).reset(seed=0, options={"split": "test"})
+    named: Any = envs.make("prompts", path=path, prompt="question", **options)
+    assert len(set(named.table.keys)) == 60
+
+
+def test_more_of_the_rows_are_asked_for_where_few_are_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "rows.jsonl", [{"prompt": f"q{n}", "target": n} for n in range(60)])
+    env: Any = envs.make("prompts", path=path, rows=5, environment=f"{__name__}:Judge")
+    assert env.more_levels.endswith("Raise rows (now 5).")
 
 
 class Asking(Counter):

@@ -41,6 +41,16 @@ def test_the_example_is_a_valid_answer(name: str, limits: dict[str, Any]) -> Non
     assert (" || " in text) == (protocol.max_actions_per_turn > 1 and env.actions is not None and env.max_turns > 1)
 
 
+def test_a_template_without_the_form_hears_of_it_after_a_malformed_answer() -> None:
+    def said(feedback: str) -> str:
+        env = make("lean")
+        return Episode(env, Protocol.of(env, feedback=feedback), 5).step("I do not know.").user or ""
+
+    form = "the form <think>...</think><answer>...</answer>."
+    assert said("{{ outcome }}") == f"That was not a valid answer. Use {form}"
+    assert said("{{ outcome }} {{ form }}") == f"That was not a valid answer. Answer in {form}"
+
+
 @pytest.mark.parametrize("name", GAMES)
 def test_an_episode_in_sentences_says_what_happened_and_what_is_left(name: str) -> None:
     env = make(name)

@@ -156,12 +156,14 @@ def test_where_compilation_fails_the_layers_run_as_they_are(capsys: pytest.Captu
     assert not layers_are_compiled(net)
 
 
-def test_whether_layers_are_compiled_is_told() -> None:
+def test_whether_layers_are_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model_of("llama")
     assert not layers_are_compiled(net)
     compile_layers(net, backend="aot_eager")
     gradients(net)
     assert layers_are_compiled(net) and layers_are_compiled(copy.deepcopy(net))
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert not layers_are_compiled(net)
 
 
 def test_where_the_backward_pass_cannot_be_compiled_the_layers_run_as_they_are(

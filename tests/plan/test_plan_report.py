@@ -466,6 +466,22 @@ def test_vllm_decodes_with_the_adapter_merged() -> None:
         assert (planned(engine, adapted) == planned(engine, adapted._replace(adapted=0))) is equal
 
 
+def test_passes_of_the_reference_are_planned_without_the_adapter() -> None:
+    adapted = SHAPE._replace(adapter=8_000_000, adapted=7 * SHAPE.layers, family="simple")
+    work = Episodes(8, 4, turns=3, prompt=200, new=50, reply=30, longest=1024)
+
+    def reference(shape: Shape) -> float:
+        found: list[float] = []
+        for beta in (0.0, 0.1):
+            cfg = config(model={"tuning": "lora"}, algorithm={"beta": beta}, trainer={"bf16": True})
+            chosen = plan.choose(shape, cfg, Place(200 * GIB))
+            found.append(seconds.of_episodes(shape, cfg, Fleet(GPU), work, chosen, 1).parts["update"])
+        return found[1] - found[0]
+
+    planned = reference(adapted)
+    assert planned > 0 and planned == pytest.approx(reference(adapted._replace(adapted=0)))
+
+
 def test_a_range_is_what_was_measured_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """By kind of device and of work; a card that nobody has measured says so."""
     work = {seconds.PLAYING: 100.0, seconds.LEARNING: 10.0}

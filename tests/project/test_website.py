@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+KNOWN = set(
+    "a abbr article blockquote br button circle code dd del details div dl dt em figure form g h1 h2 h3 h4 h5 h6 hr i"
+    " img input label li nav ol p path pre s script small span strong sub summary sup svg table tbody td th thead tr u"
+    " ul".split()
+)
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.thorough,
@@ -39,6 +44,9 @@ def test_every_document_is_a_page_and_nothing_is_loaded_from_other_hosts(tmp_pat
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(\w+://[^\" >]+)", html)
         loaded += re.findall(r"<link[^>]* href=\"?(\w+://[^\" >]+)[^>]* rel=\"?(?:stylesheet|preconnect)", html)
         assert loaded == [], page
+        body = html[html.index("<article") : html.index("</article>")]
+        elements = set(re.findall(r"<([a-z][\w-]*)", body)) - KNOWN
+        assert elements == set(), f"{page}: a text between angle brackets is lost outside of code"
 
 
 def test_the_api_has_signatures_and_arguments(tmp_path: Path) -> None:
