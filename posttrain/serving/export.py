@@ -328,6 +328,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--type", choices=KINDS, default="f16", help="of the matrices in a GGUF file (default f16)")
     parser.add_argument("--out", type=Path, metavar="PATH", help="where (default: export/ in the folder of the run)")
     given = parser.parse_args(argv)
+    given.run = given.run.resolve()  # "." has no name
     runlog.keep_private(given.run)
     name = f"{_name(given.run)}-{given.type}.gguf" if given.to == "gguf" else given.to
     above = given.run.parent if given.run.name in ("final", "adapter") else given.run

@@ -376,6 +376,19 @@ def test_a_run_is_found_by_its_folder(tmp_path: Path) -> None:
     assert again.returncode == 2 and "already exists and is not changed" in again.stderr
 
 
+@pytest.mark.parametrize("part", ["final", "adapter"])
+def test_a_part_of_a_run_may_be_the_current_folder(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phase = tmp_path / "mine" / "phase1"
+    adapter_of(family(tmp_path / "base", "llama"), phase / "adapter")
+    family(phase / "final", "llama")
+    monkeypatch.chdir(phase / part)
+    done = called(main, ".", "--to", "merged" if part == "final" else "adapter")
+    assert done.returncode == 0, done.stderr
+    assert (phase / "export").is_dir() and not (phase / part / "export").exists()
+    (out,) = (phase / "export").iterdir()
+    assert checkpoint.verify(out)["meta"]["source"] == part
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
