@@ -19,7 +19,7 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ ADAPTER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+TEMPLATE_FOLDER = "additional_chat_templates"  # transformers' folder for the templates of a tokenizer with several
 LONGEST = 8192  # tokens: Ollama keeps memory for all of them, and takes 4,096 where nothing is written
 
 
@@ -188,24 +189,29 @@ def _make_room(out: Path) -> None:
         ) from None
 
 
-def _listed(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """Return the names of files in a folder, but not of those in folders below it: an earlier export may lie there."""
-    names = sorted(each.name for each in folder.iterdir() if each.is_file())
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+def _listed(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
+    """Return files of a folder by their names in it, with the chat templates in `TEMPLATE_FOLDER`.
+
+    Other folders below it are left out: an earlier export may lie there.
+    """
+    files = {each.name: each for each in sorted(folder.iterdir()) if each.is_file()}
+    found = {name: file for name, file in files.items() if any(fnmatch(name, pattern) for pattern in patterns)}
+    return found | {f"{TEMPLATE_FOLDER}/{each.name}": each for each in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
 
 
-def _copy(folder: Path, names: Sequence[str], out: Path) -> Path:
-    """Copy these files and seal them with the values that the folder's own manifest holds."""
+def _copy(folder: Path, files: Mapping[str, Path], out: Path) -> Path:
+    """Copy files to these names and seal them with the values that the folder's own manifest holds."""
     checkpoint.verify_if_sealed(folder)
     meta: dict[str, Any] = {"phase": "base", "source": folder.name}
     if (folder / checkpoint.MANIFEST).exists():
         meta = checkpoint.read_manifest(folder)["meta"]
     _make_room(out)
-    checkpoint.needs_free_space(out, sum((folder / name).stat().st_size for name in names))
+    checkpoint.needs_free_space(out, sum(file.stat().st_size for file in files.values()))
 
     def write(made: Path) -> None:
-        for name in names:
-            shutil.copyfile(folder / name, made / name)
+        for name, file in files.items():
+            (made / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, made / name)
 
     return checkpoint.save(out, write, **meta)
 
@@ -214,9 +220,9 @@ def _copy_model(folder: Path, out: Path) -> Path:
     """Copy what `publish` takes of a model, and no other weights: a checkpoint may also hold those of a critic."""
     from posttrain.serving.publish import content
 
-    weights = [file.name for file in checkpoint.weight_files(folder)]
-    others = [name for name in _listed(folder, (*content.MODEL, *BESIDE_WEIGHTS)) if not name.endswith(".safetensors")]
-    return _copy(folder, weights + others, out)
+    files = _listed(folder, (*content.MODEL, *BESIDE_WEIGHTS))
+    others = {name: file for name, file in files.items() if not name.endswith(".safetensors")}
+    return _copy(folder, {file.name: file for file in checkpoint.weight_files(folder)} | others, out)
 
 
 def _adapter_of(source: Path) -> Path:

@@ -347,6 +347,20 @@ def test_what_is_no_part_of_the_model_is_not_copied(tmp_path: Path) -> None:
         export_run(tmp_path / "base", "merged", tmp_path / "none")
 
 
+@pytest.mark.parametrize("form", ["merged", "adapter"])
+def test_all_templates_of_a_tokenizer_are_copied(form: str, tmp_path: Path) -> None:
+    folder = base = family(tmp_path / "base", "llama")
+    if form == "adapter":
+        adapter_of(base, folder := tmp_path / "mine")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(folder)
+    out = export_run(folder, form, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(out).chat_template == templates
+    assert "additional_chat_templates/tool_use.jinja" in checkpoint.verify(out)["files"]
+
+
 @pytest.mark.parametrize("form", ["gguf", "ollama", "merged", "adapter"])
 def test_a_place_that_cannot_be_made_is_named(form: str, tmp_path: Path) -> None:
     adapter_of(family(tmp_path / "base", "llama"), tmp_path / "mine")
