@@ -34,9 +34,7 @@ KINDS = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # bytes of a number
 ADAPTER = "adapter_config.json"
 # Beside the weights, which `checkpoint.weight_files` knows: the model card, and code of models that bring their own.
 BESIDE_WEIGHTS = ("README.md", "*.py")
-ADAPTER_FILES = (
-    "adapter_*",
-    "README.md",
+TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -44,6 +42,7 @@ ADAPTER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+ADAPTER_FILES = ("adapter_*", "README.md", *TOKENIZER_FILES)
 TEMPLATE_FOLDER = "additional_chat_templates"  # transformers' folder for the templates of a tokenizer with several
 LONGEST = 8192  # tokens: Ollama keeps memory for all of them, and takes 4,096 where nothing is written
 
@@ -71,8 +70,7 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
     if own and form != "adapter" and (place.with_name("final") / "config.json").is_file():
         source, is_adapter = place.with_name("final"), False  # merged, with tokens and template of training
     if form == "adapter":
-        folder = source if is_adapter else _adapter_of(source)
-        return _copy(folder, _listed(folder, ADAPTER_FILES), out)
+        return _copy_adapter(source if is_adapter else _adapter_of(source), out)
     if form == "merged":
         return _merge(source, out) if is_adapter else _copy_model(model_of(source), out)
 
@@ -223,6 +221,15 @@ def _copy_model(folder: Path, out: Path) -> Path:
     files = _listed(folder, (*content.MODEL, *BESIDE_WEIGHTS))
     others = {name: file for name, file in files.items() if not name.endswith(".safetensors")}
     return _copy(folder, {file.name: file for file in checkpoint.weight_files(folder)} | others, out)
+
+
+def _copy_adapter(folder: Path, out: Path) -> Path:
+    """Copy an adapter with its tokenizer: that of a run lies in `final` beside it, with the template of training."""
+    files, final = _listed(folder, ADAPTER_FILES), folder.resolve().with_name("final")
+    if folder.resolve().name == "adapter" and not _has_tokenizer(folder) and final.is_dir():
+        checkpoint.verify_if_sealed(final, weights=False)
+        files = _listed(final, TOKENIZER_FILES) | files
+    return _copy(folder, files, out)
 
 
 def _adapter_of(source: Path) -> Path:

@@ -289,6 +289,39 @@ def test_an_adapter_may_bring_tokens_that_its_base_model_lacks(form: str, tmp_pa
         export_run(tmp_path / "without", form, tmp_path / "none")
 
 
+def test_the_adapter_of_a_run_is_copied_with_the_tokenizer_of_its_model(tmp_path: Path) -> None:
+    """A phase saves the tokenizer beside the whole model alone. What was copied can be merged again."""
+    tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "base", "llama"))
+    rows = len(tokenizer)
+    net: Any = AutoModelForCausalLM.from_pretrained(family(tmp_path / "base", "llama", vocab_size=rows))
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = models.TEMPLATE_PATH.read_text(encoding="utf-8")
+    net.resize_token_embeddings(rows + 2)
+    adapted = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    phase = tmp_path / "mine" / "phase1"
+    adapted.save_pretrained(str(phase / "adapter"))
+    (phase / "adapter" / "README.md").write_text("The adapter.")
+    final: Any = adapted.merge_and_unload()  # type: ignore[operator]
+
+    def write(folder: Path) -> None:
+        final.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text("The model.")
+
+    checkpoint.save(phase / "final", write)
+    for number, source in enumerate((phase, phase / "adapter")):
+        copied = export_run(source, "adapter", tmp_path / f"copied{number}")
+        assert (copied / "README.md").read_text() == "The adapter." and not (copied / "config.json").exists()
+        again, said = load(export_run(copied, "merged", tmp_path / f"again{number}"))
+        assert said.chat_template == tokenizer.chat_template and prompt(said) == prompt(tokenizer)
+        ids = torch.tensor([prompt(said)])
+        with torch.no_grad():
+            torch.testing.assert_close(again(ids).logits, final(ids).logits, rtol=1e-4, atol=1e-5)
+    (phase / "final" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"final is damaged: tokenizer_config.json"):
+        export_run(phase, "adapter", tmp_path / "none")
+
+
 def test_an_adapter_that_does_not_fit_its_base_model_is_named(tmp_path: Path) -> None:
     base = family(tmp_path / "base", "llama")
     adapter_of(base, tmp_path / "mine")
