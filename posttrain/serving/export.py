@@ -34,11 +34,12 @@ KINDS = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # bytes of a number
 ADAPTER = "adapter_config.json"
 # Beside the weights, which `checkpoint.weight_files` knows: the model card, and code of models that bring their own.
 BESIDE_WEIGHTS = ("README.md", "*.py")
+WITH_TOKENS = ("tokenizer.json", "vocab.*", "*.model")  # one of them holds the tokens of a tokenizer
 TOKENIZER_FILES = (
+    *WITH_TOKENS,
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.*",
     "merges.txt",
     "chat_template.jinja",
 )
@@ -194,7 +195,9 @@ def _listed(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
     """
     files = {each.name: each for each in sorted(folder.iterdir()) if each.is_file()}
     found = {name: file for name, file in files.items() if any(fnmatch(name, pattern) for pattern in patterns)}
-    return found | {f"{TEMPLATE_FOLDER}/{each.name}": each for each in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    return found | {
+        f"{TEMPLATE_FOLDER}/{each.name}": each for each in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
+    }
 
 
 def _copy(folder: Path, files: Mapping[str, Path], out: Path) -> Path:
@@ -265,6 +268,15 @@ def _tokens(section: ModelSection, adapter: Path | None) -> tuple[Any, Any]:
     model_files.check_source(section)
     config = model_files.load_config(section)
     own = _has_tokenizer(adapter)
+    if (
+        adapter is not None
+        and own
+        and not any(each.is_file() for pattern in WITH_TOKENS for each in adapter.glob(pattern))
+    ):
+        raise UserError(
+            f"{adapter} has a tokenizer_config.json, but no vocabulary (tokenizer.json, vocab.json or tokenizer.model)."
+            " Get a whole copy of the adapter."
+        )
     place = ModelSection(name_or_path=str(adapter)) if own else section
     model_files.check_tokenizer(place)
     with model_files.errors_in_words(f"The tokenizer of {place.name_or_path} cannot be loaded"):

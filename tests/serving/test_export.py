@@ -263,6 +263,18 @@ def test_the_tokenizer_beside_an_adapter_is_the_one_it_was_trained_with(tmp_path
     }
 
 
+@pytest.mark.parametrize("form", ["merged", "gguf", "ollama"])
+def test_a_tokenizer_without_its_vocabulary_is_refused(form: str, tmp_path: Path) -> None:
+    """transformers makes one of a single token of it."""
+    base = family(tmp_path / "base", "llama")
+    adapter_of(base, tmp_path / "mine")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "mine")
+    (tmp_path / "mine" / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"mine has a tokenizer_config.json, but no vocabulary"):
+        export_run(tmp_path / "mine", form, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("form", ["merged", "gguf"])
 def test_an_adapter_may_bring_tokens_that_its_base_model_lacks(form: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "base", "llama"))
