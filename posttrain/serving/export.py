@@ -45,6 +45,8 @@ TOKENIZER_FILES = (
 )
 ADAPTER_FILES = ("adapter_*", "README.md", *TOKENIZER_FILES)
 TEMPLATE_FOLDER = "additional_chat_templates"  # transformers' folder for the templates of a tokenizer with several
+# Names of embeddings in an adapter's file: alone, below LoRA, and below tokens that are trained by themselves.
+SAVED_EMBEDDINGS = ("weight", "base_layer.weight", "token_adapter.base_layer.weight")
 LONGEST = 8192  # tokens: Ollama keeps memory for all of them, and takes 4,096 where nothing is written
 
 
@@ -83,7 +85,7 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
     if reason := gguf_writer.reason_against(config, tokenizer):
         raise UserError(f"{name} cannot be written as GGUF: {reason}.")
     _make_room(out)
-    net = _weights(section, adapter, config)
+    net = _weights(section, adapter, config, tokenizer)
     checkpoint.needs_free_space(out, round(KINDS[kind] * net.num_parameters()))
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -287,8 +289,25 @@ def _tokens(section: ModelSection, adapter: Path | None) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _weights(section: ModelSection, adapter: Path | None, config: Any) -> Any:
-    """Return the model in float32, with the adapter merged into it; `config` has the size of the vocabulary."""
+def _rows(net: Any, adapter: Path) -> int | None:
+    """Return how many tokens have embeddings in the file of an adapter, or None if it holds no embeddings."""
+    from safetensors import safe_open
+
+    if not (adapter / "adapter_model.safetensors").is_file():  # peft also reads adapter_model.bin
+        return None
+    name = next(name for name, module in net.named_modules() if module is net.get_input_embeddings())
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        for key in list(file.keys()):
+            if key.rpartition(f".{name}.")[2] in SAVED_EMBEDDINGS:
+                return file.get_slice(key).get_shape()[0]
+    return None
+
+
+def _weights(section: ModelSection, adapter: Path | None, config: Any, tokenizer: Any) -> Any:
+    """Return the model in float32, with the adapter merged into it, and as many embeddings as the adapter has.
+
+    Where the adapter holds no embeddings, `config` says how many there are.
+    """
     import torch
 
     from posttrain.models import model_files
@@ -300,11 +319,19 @@ def _weights(section: ModelSection, adapter: Path | None, config: Any) -> Any:
     from peft import PeftModel
 
     checkpoint.verify_if_sealed(adapter)
-    base, tokens = net.get_input_embeddings().weight.shape[0], config.get_text_config().vocab_size
-    if tokens > base:
+    base, refused = net.get_input_embeddings().weight.shape[0], f"The adapter {adapter} cannot be merged into"
+    with model_files.errors_in_words(f"{refused} {section.name_or_path}"):
+        saved = _rows(net, adapter)
+    if saved is not None and saved < len(tokenizer):
+        raise UserError(
+            f"{adapter} has embeddings of {saved} tokens, and its tokenizer has {len(tokenizer)}. Get a whole copy of"
+            " the adapter, with the tokenizer that it was trained with."
+        )
+    tokens = saved or max(base, config.get_text_config().vocab_size)
+    if tokens != base:
         net.resize_token_embeddings(tokens)
     random = net.get_input_embeddings().weight[base:].detach().clone()
-    with model_files.errors_in_words(f"The adapter {adapter} cannot be merged into {section.name_or_path}"):
+    with model_files.errors_in_words(f"{refused} {section.name_or_path}"):
         net = PeftModel.from_pretrained(net, str(adapter)).merge_and_unload()
     if len(random) and torch.equal(net.get_input_embeddings().weight[base:], random):
         raise UserError(
@@ -320,7 +347,7 @@ def _merge(adapter: Path, out: Path) -> Path:
     section = ModelSection(name_or_path=_base_of(adapter))
     config, tokenizer = _tokens(section, adapter)
     _make_room(out)
-    net = _weights(section, adapter, config)
+    net = _weights(section, adapter, config, tokenizer)
     if _has_tokenizer(adapter):
         _stop_after_answers(net, tokenizer)
 

@@ -301,6 +301,38 @@ def test_an_adapter_may_bring_tokens_that_its_base_model_lacks(form: str, tmp_pa
         export_run(tmp_path / "without", form, tmp_path / "none")
 
 
+@pytest.mark.parametrize("form", ["merged", "gguf"])
+@pytest.mark.parametrize(
+    ("tied", "targets"), [(True, ["q_proj"]), (False, ["q_proj"]), (False, ["q_proj", "embed_tokens"])]
+)
+@pytest.mark.parametrize("more", [0, 64])
+def test_embeddings_may_have_been_resized(form: str, tied: bool, targets: list[str], more: int, tmp_path: Path) -> None:
+    """To a multiple of 64, or to no more rows than the tokenizer has tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "base", "llama"))
+    rows = len(tokenizer) + more
+    size = len(tokenizer) + 32
+    base = family(tmp_path / "base", "llama", vocab_size=size, tie_word_embeddings=tied)
+    net: Any = AutoModelForCausalLM.from_pretrained(base)
+    net.resize_token_embeddings(rows)
+    adapted = get_peft_model(net, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    adapted.save_pretrained(str(tmp_path / "mine"))
+    out = export_run(tmp_path / "mine", form, tmp_path / "out", "f32")
+    merged, _ = load(out if form == "merged" else convert(out, tmp_path / "back"))
+    assert merged.config.vocab_size == merged.get_input_embeddings().weight.shape[0] == rows
+    ids = torch.tensor([[5, 6, 7, len(tokenizer) - 1]])
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_embeddings_with_fewer_rows_than_the_tokenizer_has_tokens_are_refused(tmp_path: Path) -> None:
+    base = family(tmp_path / "base", "llama")
+    net: Any = AutoModelForCausalLM.from_pretrained(base)
+    net.resize_token_embeddings(300)
+    get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(str(tmp_path / "mine"))
+    with pytest.raises(UserError, match=r"mine has embeddings of 300 tokens, and its tokenizer has \d+"):
+        export_run(tmp_path / "mine", "merged", tmp_path / "out")
+
+
 def test_the_adapter_of_a_run_is_copied_with_the_tokenizer_of_its_model(tmp_path: Path) -> None:
     """A phase saves the tokenizer beside the whole model alone. What was copied can be merged again."""
     tokenizer = AutoTokenizer.from_pretrained(family(tmp_path / "base", "llama"))
