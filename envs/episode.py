@@ -14,8 +14,8 @@ from envs.wording import View, actions_per_turn, summary_text, system_text, user
 class Episode:
     """One conversation with one environment, which belongs to the episode until it is over.
 
-    Example: episode = Episode(make("frozen_lake"), Protocol(), seed=7, split="test")
-             turn = episode.step("<think>goal Down safe Down</think><answer>Down</answer>")
+    `episode = Episode(make("frozen_lake"), Protocol(), seed=7, split="test")` opens one, and
+    `turn = episode.step("<think>The goal is below me.</think><answer>Down</answer>")` plays a turn of it.
     `noise_seed` gives the samples of a group their own environment noise on a shared level.
     An environment that raises is not caught here, and a reward that is not a finite number raises as well: the caller
     counts it as crashed, never as a reward of zero.

@@ -227,7 +227,7 @@ class Chat(Literals):
 
     @cached_property
     def opens_thoughts(self) -> bool:
-        """Whether the template writes <think> where it opens a turn in a dialogue with tools."""
+        """Whether the template writes `<think>` where it opens a turn in a dialogue with tools."""
         return self._literal_texts(("user",), True, PROBE)[-1].rstrip().endswith(THINK)
 
     @cached_property
