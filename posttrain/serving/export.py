@@ -270,11 +270,7 @@ def _tokens(section: ModelSection, adapter: Path | None) -> tuple[Any, Any]:
     model_files.check_source(section)
     config = model_files.load_config(section)
     own = _has_tokenizer(adapter)
-    if (
-        adapter is not None
-        and own
-        and not any(each.is_file() for pattern in WITH_TOKENS for each in adapter.glob(pattern))
-    ):
+    if adapter is not None and own and not any(file for pattern in WITH_TOKENS for file in adapter.glob(pattern)):
         raise UserError(
             f"{adapter} has a tokenizer_config.json, but no vocabulary (tokenizer.json, vocab.json or tokenizer.model)."
             " Get a whole copy of the adapter."
@@ -289,7 +285,7 @@ def _tokens(section: ModelSection, adapter: Path | None) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _rows(net: Any, adapter: Path) -> int | None:
+def _saved_embeddings(net: Any, adapter: Path) -> int | None:
     """Return how many tokens have embeddings in the file of an adapter, or None if it holds no embeddings."""
     from safetensors import safe_open
 
@@ -321,7 +317,7 @@ def _weights(section: ModelSection, adapter: Path | None, config: Any, tokenizer
     checkpoint.verify_if_sealed(adapter)
     base, refused = net.get_input_embeddings().weight.shape[0], f"The adapter {adapter} cannot be merged into"
     with model_files.errors_in_words(f"{refused} {section.name_or_path}"):
-        saved = _rows(net, adapter)
+        saved = _saved_embeddings(net, adapter)
     if saved is not None and saved < len(tokenizer):
         raise UserError(
             f"{adapter} has embeddings of {saved} tokens, and its tokenizer has {len(tokenizer)}. Get a whole copy of"
