@@ -1,5 +1,6 @@
 # make quickstart   three phases on a laptop CPU, a table, a report, and what to type next
 # make smollm2      all of it with SmolLM2-135M on two cores: hours
+# make real         an instruct model of 0.5 B learns to play by phase 3 alone, on two cores: an hour or two
 # make test         the default test suite
 # make check        lint, format, types, layers
 # make docs         the documentation as a site, in website/build
@@ -15,16 +16,18 @@ STAMP := $(VENV)/.installed
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 QUICK := runs/quickstart
 SMOL := runs/smollm2
+REAL := runs/real
 TWO := $(PY) -m posttrain.runtime.parallel --standalone --nproc_per_node 2
 
 # Tiny models are slower on many threads than on one.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup quickstart smollm2 test check docs bench lock
+.PHONY: help setup quickstart smollm2 real test check docs bench lock
 .PRECIOUS: $(QUICK)/base/manifest.json $(patsubst %,$(QUICK)/%/final/manifest.json,phase1 phase2 phase3)
 .PRECIOUS: $(SMOL)/base/manifest.json $(SMOL)/demos.jsonl $(SMOL)/answers/best.jsonl $(SMOL)/pairs/pairs.jsonl
 .PRECIOUS: $(patsubst %,$(SMOL)/%/final/manifest.json,phase1 phase2 coin phase3)
+.PRECIOUS: $(REAL)/neighbours/final/manifest.json
 
 help:
 	@sed -n 's/^# \(make [a-z0-9]*  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
@@ -142,6 +145,23 @@ $(SMOL)/coin/final/manifest.json: | $(SMOL)/phase3/final/manifest.json
 $(SMOL)/report.html: | $(SMOL)/coin/final/manifest.json
 	$(PY) evaluate_model.py --config configs/smollm2/evaluate.yaml workers=$(CORES) $(if $(MODEL),checkpoints.base=$(MODEL)) \
 	  $(call held_out,) $(if $(wildcard $(SMOL)/evaluation_rows/*),--resume,--overwrite)
+
+# Reinforcement alone: no demonstrations, an adapter on Qwen2.5-0.5B-Instruct, FrozenLake. It needs bfloat16 as above.
+#   make real
+#   make real MODEL=models/Qwen2.5-Coder-0.5B-Instruct CORES=4
+real: $(STAMP)
+	@if [ -f $(REAL)/report.html ]; then echo "This run is complete. To start anew: rm -r $(REAL)"; \
+	  else $(MAKE) --no-print-directory $(REAL)/report.html; fi
+	@printf '%s\n' "" "Table and curves: $(REAL)/report.html      Numbers: $(REAL)/results.json" "" \
+	  "Watch it play:         $(PY) inference_with_improved_settings.py --config configs/real/chat.yaml --play frozen_lake"
+
+$(REAL)/neighbours/final/manifest.json:
+	$(ON_CORES) train_phase3_starpo.py --config configs/real/phase3_starpo.yaml $(if $(MODEL),model.name_or_path=$(MODEL)) \
+	  $(if $(wildcard $(REAL)/neighbours/*),--resume)
+
+$(REAL)/report.html: | $(REAL)/neighbours/final/manifest.json
+	$(ON_CORES) evaluate_model.py --config configs/real/evaluate.yaml $(if $(MODEL),checkpoints.base=$(MODEL)) \
+	  $(if $(wildcard $(REAL)/evaluation_rows/*),--resume,--overwrite)
 
 test: $(STAMP)
 	@began=$$(date +%s); $(PY) -m pytest -q -n 3 --dist loadfile; code=$$?; \

@@ -102,7 +102,7 @@ def test_every_config_file_is_valid_says_what_it_is_for_and_survives_being_print
     printed.write_text(config.dump(cfg))
     assert config.resolve(schema_of(file), printed) == cfg
     assert cfg.hardware
-    expected = "cpu" if file.parent.name in ("quickstart", "smollm2") else "cuda"
+    expected = "cpu" if file.parent.name in ("quickstart", "smollm2", "real") else "cuda"
     assert cfg.device == expected or (schema_of(file) is ChatRun and cfg.device == "auto")
     assert re.match(r"# .+\n(#.*\n)*#   (python \w+\.py|posttrain pairs)", file.read_text()), (
         "the file opens with what it is and its command"

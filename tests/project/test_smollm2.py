@@ -1,4 +1,4 @@
-"""Does `make smollm2` tell its scripts what they understand, and does the chain run from base model to report?"""
+"""Do `make smollm2` and `make real` tell their scripts what they understand, and does the chain run to its report?"""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ SMALL = {  # what makes each command take seconds
 }
 
 
-def make(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = ["make", "-f", str(ROOT / "Makefile"), REPORT, *options]
+def make(folder: Path, *options: str, report: str = REPORT, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "-f", str(ROOT / "Makefile"), report, *options]
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of `make test`: a make inside another also prints its folder
     env = {name: value for name, value in os.environ.items() if name not in outer} | env
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
 
 
-def commands(folder: Path, *options: str) -> list[list[str]]:
+def commands(folder: Path, *options: str, report: str = REPORT) -> list[list[str]]:
     """What would be run, from the base model to the report."""
-    said = make(folder, "-n", "VENV=v", *options)
+    said = make(folder, "-n", "VENV=v", *options, report=report)
     assert said.returncode == 0, said.stderr
     return [shlex.split(line) for line in said.stdout.replace("\\\n", " ").splitlines()]
 
@@ -112,6 +112,27 @@ def test_what_is_finished_is_left_and_what_was_begun_goes_on(tmp_path: Path):
         "evaluate_model.py",
     ]
     assert ["--resume" in command for command in left] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("model", [None, "models/some"])
+def test_reinforcement_alone_is_evaluated_beside_the_model_it_began_with(tmp_path: Path, model: str | None):
+    given = [] if model is None else [f"MODEL={model}"]
+    phase3, evaluation = commands(tmp_path, *given, report="runs/real/report.html")
+    runs = [
+        config.resolve(schema, ROOT / words[4], [word for word in words[5:] if not word.startswith("--")])
+        for schema, words in ((StarPORun, phase3), (EvaluateRun, evaluation))
+    ]
+    assert phase3[2] == "train_phase3_starpo.py" and evaluation[2] == "evaluate_model.py"
+    began = runs[0].model.name_or_path
+    assert began == (model or "Qwen/Qwen2.5-0.5B-Instruct")
+    assert runs[1].checkpoints == {"base": began, "rl": f"{runs[0].output_dir}/final"}
+    trained, *others = runs[1].suites.envs.envs
+    assert trained.model_dump() == {key: getattr(runs[0].envs[0], key) for key in trained.model_dump()} and others
+    assert runs[1].suites.envs.protocol.max_turns == runs[0].protocol.max_turns
+    (tmp_path / "runs/real/neighbours").mkdir(parents=True)
+    assert "--resume" not in phase3
+    (tmp_path / "runs/real/neighbours/metrics.jsonl").touch()
+    assert "--resume" in commands(tmp_path, *given, report="runs/real/report.html")[0]
 
 
 def test_a_missing_file_of_questions_is_refused_before_hours_of_work(tmp_path: Path):
