@@ -478,6 +478,12 @@ def restless_players(self: Any) -> dict[str, str]:
     return {"random": "Left"}
 
 
+def raise_loudly() -> Iterator[str]:
+    """Raise what would steer a terminal."""
+    yield from ()
+    raise ValueError("\x1b[2Jno")
+
+
 BROKEN = [
     ({"draw": classmethod(few)}, "the split validation has only"),
     ({"draw": classmethod(one_or_one_point_zero)}, "levels are both in"),
@@ -511,6 +517,7 @@ BROKEN = [
     ({"metadata": {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}}, "warns: RGB-array rendering"),
     ({"render": lambda self: 3}, "check_env"),
     ({"rules": lambda self: {}["task"]}, "it raised KeyError: 'task' (test_env_contract.py, line"),
+    ({"rules": lambda self: next(raise_loudly())}, r"it raised ValueError: \x1b[2Jno (test_env_contract.py, line"),
     ({"optimal_success": lambda self, horizon: 1.5}, "not a probability"),
     ({"optimal_success": lambda self, horizon: 0.0}, "random wins"),
     ({"expert": lambda self: "Left", "optimal_success": lambda self, h: 1.0}, "does not play its best"),

@@ -147,6 +147,18 @@ def test_a_dry_run_sends_nothing_and_lists_each_file_with_its_size(
     assert all(f"\n    {name} " in shown for name in sizes if not name.startswith(".eval_results"))
 
 
+def test_all_chat_templates_of_a_tokenizer_are_published(run: Path) -> None:
+    final = run / "phase3" / "final"
+    for name in ("additional_chat_templates/tools.jinja", "additional_chat_templates/notes.txt", "other/tools.jinja"):
+        (final / name).parent.mkdir(exist_ok=True)
+        (final / name).write_text("{{ messages }}")
+    reseal(final)
+    gathered = content.gather_content(run, REPO)
+    assert "additional_chat_templates/tools.jinja" in gathered.files
+    assert "additional_chat_templates/notes.txt is left out." in gathered.notes
+    assert "other/tools.jinja is left out." in gathered.notes
+
+
 def test_what_arrives_is_what_was_listed_private_and_can_be_loaded(made: Path, hub: Hub, tmp_path: Path) -> None:
     publish(made, "--yes")
     there = hub.repos[REPO]

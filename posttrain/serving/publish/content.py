@@ -17,6 +17,7 @@ from posttrain import files, models
 from posttrain.evaluation import digest
 from posttrain.models import model_card
 from posttrain.runtime import checkpoint
+from posttrain.serving.export import TEMPLATE_FOLDER
 from posttrain.serving.publish import measured, privacy
 from posttrain.types import UserError
 
@@ -33,6 +34,7 @@ MODEL = (
     "vocab.*",
     "merges.txt",
     "chat_template.jinja",
+    f"{TEMPLATE_FOLDER}/*.jinja",
     models.CODE,
     checkpoint.RUN_CONFIG,
 )
@@ -98,7 +100,7 @@ def gather_content(run: Path, repo: str, include: Sequence[str] = (), evaluation
         )
     content = Content()
     for name in manifest["files"]:
-        if "/" not in name and any(fnmatch(name, pattern) for pattern in MODEL):
+        if any(fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in MODEL):
             _add(content, name, folder / name)
         elif name != CARD:
             content.notes.append(f"{name} is left out.")
