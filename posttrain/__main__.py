@@ -32,6 +32,7 @@ COMMANDS = {
     "publish": Command("posttrain.serving.publish.__main__", "upload a model with its card to the Hugging Face Hub"),
     "data": Command("posttrain.data.__main__", "what becomes of the rows of a data file"),
     "export": Command("posttrain.serving.export", "write a model as GGUF, for Ollama, merged, or as an adapter"),
+    "merge": Command("posttrain.serving.merge", "average the weights of checkpoints or phases: linear or SLERP"),
     "gguf": Command("posttrain.models.gguf", "write the weights of a GGUF file as a folder that every script loads"),
     "plan": Command("", "memory, hours and cost of a phase before it starts: posttrain plan sft|dpo|rl"),
     "check-model": Command("posttrain.plan.check_model", "whether a model can be trained, and what to write where not"),

@@ -26,6 +26,7 @@ METHODS = {
     "phase1": ("SFT", "supervised fine-tuning on the assistant's tokens"),
     "phase2": ("DPO", "direct preference optimization (arXiv 2305.18290)"),
     "phase3": ("StarPO", "multi-turn reinforcement learning in text environments (arXiv 2504.20073)"),
+    "merge": ("merge", "an average of the weights of several models"),
 }
 SETTINGS = (
     "model.tuning",
@@ -89,6 +90,29 @@ def phase_record(
         "data": [source | {"published": _published(source["path"])} for source in data],
         "results": [asdict(result) for result in results],
         "licence": None if history(base) else _licence(base, revision),  # of the model that phase 1 began with
+    }
+
+
+def merge_record(folders: Sequence[str], shares: Sequence[float], method: str) -> dict[str, Any]:
+    """Return the record of a merge for the model card, in the form of `phase_record`.
+
+    Args:
+        folders: of the models, or those of adapters that were merged into their base models.
+        shares: of each model; they sum to 1.
+        method: "linear" or "slerp".
+    """
+    licences = {_licence(folder, None) for folder in folders}
+    return {
+        "phase": "merge",
+        "base": folders[0],
+        "step": 0,
+        "commit": commit(),
+        "settings": {"method": method},
+        "merged": [{"model": folder, "share": share} for folder, share in zip(folders, shares, strict=True)],
+        "published": False,
+        "data": [],
+        "results": [],
+        "licence": licences.pop() if len(licences) == 1 else None,
     }
 
 

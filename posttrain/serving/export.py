@@ -81,10 +81,10 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
 
     name, model = _name(source), _base_of(source) if is_adapter else str(model_of(source))
     section, adapter = ModelSection(name_or_path=model), source if is_adapter else None
-    config, tokenizer = _tokens(section, adapter)
+    config, tokenizer = load_tokens(section, adapter)
     if reason := gguf_writer.reason_against(config, tokenizer):
         raise UserError(f"{name} cannot be written as GGUF: {reason}.")
-    _make_room(out)
+    make_room(out)
     net = _weights(section, adapter, config, tokenizer)
     checkpoint.needs_free_space(out, round(KINDS[kind] * net.num_parameters()))
     part = out.with_name(f".{out.name}.part")
@@ -178,7 +178,7 @@ def _name(source: Path) -> str:
     return "-".join(parts[-2:]) if parts[-1].startswith("phase") else parts[-1]
 
 
-def _make_room(out: Path) -> None:
+def make_room(out: Path) -> None:
     """Make the folder that `out` will lie in, before a model is loaded."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _make_room(out: Path) -> None:
         ) from None
 
 
-def _listed(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
+def listed_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
     """Return files of a folder by their names in it, with the chat templates in `TEMPLATE_FOLDER`.
 
     Other folders below it are left out: an earlier export may lie there.
@@ -208,7 +208,7 @@ def _copy(folder: Path, files: Mapping[str, Path], out: Path) -> Path:
     meta: dict[str, Any] = {"phase": "base", "source": folder.name}
     if (folder / checkpoint.MANIFEST).exists():
         meta = checkpoint.read_manifest(folder)["meta"]
-    _make_room(out)
+    make_room(out)
     checkpoint.needs_free_space(out, sum(file.stat().st_size for file in files.values()))
 
     def write(made: Path) -> None:
@@ -223,17 +223,17 @@ def _copy_model(folder: Path, out: Path) -> Path:
     """Copy what `publish` takes of a model, and no other weights: a checkpoint may also hold those of a critic."""
     from posttrain.serving.publish import content
 
-    files = _listed(folder, (*content.MODEL, *BESIDE_WEIGHTS))
+    files = listed_files(folder, (*content.MODEL, *BESIDE_WEIGHTS))
     others = {name: file for name, file in files.items() if not name.endswith(".safetensors")}
     return _copy(folder, {file.name: file for file in checkpoint.weight_files(folder)} | others, out)
 
 
 def _copy_adapter(folder: Path, out: Path) -> Path:
     """Copy an adapter with its tokenizer: that of a run lies in `final` beside it, with the template of training."""
-    files, final = _listed(folder, ADAPTER_FILES), folder.resolve().with_name("final")
+    files, final = listed_files(folder, ADAPTER_FILES), folder.resolve().with_name("final")
     if folder.resolve().name == "adapter" and not _has_tokenizer(folder) and final.is_dir():
         checkpoint.verify_if_sealed(final, weights=False)
-        files = _listed(final, TOKENIZER_FILES) | files
+        files = listed_files(final, TOKENIZER_FILES) | files
     return _copy(folder, files, out)
 
 
@@ -261,7 +261,7 @@ def _has_tokenizer(adapter: Path | None) -> bool:
     return adapter is not None and (adapter / "tokenizer_config.json").is_file()
 
 
-def _tokens(section: ModelSection, adapter: Path | None) -> tuple[Any, Any]:
+def load_tokens(section: ModelSection, adapter: Path | None) -> tuple[Any, Any]:
     """Return config and tokenizer: the adapter's own tokenizer, if it has one, with a vocabulary that it fits in."""
     from transformers import AutoTokenizer
 
@@ -341,8 +341,8 @@ def _merge(adapter: Path, out: Path) -> Path:
     from posttrain import models
 
     section = ModelSection(name_or_path=_base_of(adapter))
-    config, tokenizer = _tokens(section, adapter)
-    _make_room(out)
+    config, tokenizer = load_tokens(section, adapter)
+    make_room(out)
     net = _weights(section, adapter, config, tokenizer)
     if _has_tokenizer(adapter):
         _stop_after_answers(net, tokenizer)

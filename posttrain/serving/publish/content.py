@@ -134,6 +134,7 @@ def list_free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[
         written += privacy.free_text(yaml.safe_load(text))
     for one in records:
         written += [("base", one["base"])]
+        written += [("merged", each["model"]) for each in one.get("merged", ())]
         written += [(key, source[key]) for source in one["data"] for key in ("path", "licence")]
     return list(dict.fromkeys(f"{key}: {' '.join(str(text).split())}" for key, text in written))
 
