@@ -52,7 +52,7 @@ HELP = """\
 /save FILE      write the conversation as a row of JSON that phase 1 can train on (kind: messages)
 /help           this list
 /quit           leave; so does Ctrl-D
-Ctrl-C stops an answer, clears a half-typed line, and leaves at an empty one.
+Ctrl-C stops an answer, clears a half-typed line, and leaves when it is pressed twice at an empty one.
 A message that begins with / needs a space before it.
 Several lines that are pasted are one message."""
 COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
@@ -206,9 +206,20 @@ def reply(
         )
     seed = derive_seed(cfg.seed, "chat", number)  # the same for each preset: only the settings differ
     chosen = Answering(generator, conversation, ids, cfg.presets[cfg.preset].params, seed, cfg)
+    try:
+        write_answer(chosen, compare=compare, stopped=stopped)
+    except KeyboardInterrupt:  # the second Ctrl-C keeps what is written, too
+        chosen.keep(text)
+        raise
+    chosen.keep(text)
+
+
+def write_answer(chosen: Answering, *, compare: bool, stopped: Callable[[], bool]) -> None:
+    """Print an answer while it is written, with the results of its calls, and notes about it."""
+    cfg = chosen.cfg
     if compare:
         others = {
-            name: generator.answer(ids, setting.params(chosen.budget), seed)
+            name: chosen.generator.answer(chosen.ids, setting.params(chosen.budget), chosen.seed)
             for name, setting in cfg.presets.items()
             if name != cfg.preset
         }
@@ -226,7 +237,6 @@ def reply(
         for result in results:
             note(f"[{result['name']}: {result['content']}]")
         stream(chosen.current, stopped)
-    chosen.keep(text)
 
 
 def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, compare: bool) -> None:
@@ -259,6 +269,10 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
                         raise
                     except UserError as problem:  # about this message; the next one may work
                         note(str(problem))
+                    except KeyboardInterrupt:  # the answer alone ends, where the first Ctrl-C took too long
+                        if not by_hand:
+                            raise
+                        print()
                     if stopped():
                         note("[stopped]")
                 number += 1

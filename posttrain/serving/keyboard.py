@@ -25,15 +25,23 @@ def next_message(by_hand: bool) -> str:
 
 
 def typed_line(prompt: str) -> str:
-    """Read a line. Ctrl-C clears a line that has text, and interrupts at an empty one."""
+    """Read a line. Ctrl-C clears a line that has text, and interrupts at an empty one when it is pressed again there.
+
+    The first one may have been meant for an answer that has just ended.
+    """
+    pressed = False
     while True:
         try:
             return input(prompt)
         except KeyboardInterrupt:
             print()
             readline = sys.modules.get("readline")  # it knows the text of the line
-            if not (readline and readline.get_line_buffer()):
+            empty = not (readline and readline.get_line_buffer())
+            if empty and pressed:
                 raise
+            if empty:
+                note("[Ctrl-C again leaves, and so does Ctrl-D]")
+            pressed = empty
 
 
 def pending() -> str:

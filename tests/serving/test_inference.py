@@ -482,6 +482,62 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
         config.run(lambda: script.main(always(folder)))
     assert left.value.code == 130 and "interrupted" in capsys.readouterr().err
 
+    class Terminal(io.StringIO):  # where a person may be impatient: the conversation goes on with what was written
+        def isatty(self) -> bool:
+            return True
+
+        def fileno(self) -> int:
+            return terminal
+
+    shown.clear()
+    ours, terminal = pty.openpty()
+    lines = iter(["Hi", "Ho"])
+    monkeypatch.setattr(script, "next_message", lambda by_hand: next(lines, None) or "/quit")
+    monkeypatch.setattr("sys.stdin", Terminal())
+    script.main(always(folder))
+    assert "[stopped]" in capsys.readouterr().err
+    assert shown[1] == shown[0] + kept + tiny_chat.extend("Ho", finished=False)
+    os.close(ours)
+    os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("presses", "notes", "leaves"),
+    [
+        (["", None], 1, False),  # too late for the answer that it was meant for
+        (["half a line", "half a line", None], 0, False),
+        (["", "half a line", "", None], 2, False),
+        (["", ""], 1, True),
+        (["half a line", "", ""], 1, True),
+    ],
+)
+def test_ctrl_c_leaves_at_the_second_press_in_a_row_at_an_empty_line(
+    presses: list[str | None],
+    notes: int,
+    leaves: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """presses: what stands in the line at each Ctrl-C; None is a line that is sent."""
+    coming = iter(presses)
+    line: list[str | None] = []
+
+    def read(prompt: str) -> str:
+        line[:] = [next(coming)]
+        if line[0] is None:
+            return "Hi"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(get_line_buffer=lambda: line[0]))
+    if leaves:
+        with pytest.raises(KeyboardInterrupt):
+            keyboard.typed_line("you> ")
+    else:
+        assert keyboard.typed_line("you> ") == "Hi"
+    assert next(coming, "none") == "none"
+    assert capsys.readouterr().err.count("[Ctrl-C again leaves, and so does Ctrl-D]") == notes
+
 
 # ------------------------------------------------------------------------------------------------------------- playing
 
@@ -832,7 +888,7 @@ def program(*args: str, **options: Any) -> Any:
 
 @pytest.mark.thorough
 def test_in_a_terminal(folder: Path) -> None:
-    """Greets, answers as it goes in the model's name, stops and clears the line at Ctrl-C, leaves at the last one."""
+    """Greets, answers as it goes in the model's name, stops and clears the line at Ctrl-C, leaves at two in a row."""
     place = Path(shutil.copytree(folder, folder.with_name("endless")))
     shape = json.loads((place / "config.json").read_text()) | {"max_position_embeddings": 10**6}
     (place / "config.json").write_text(json.dumps(shape))
@@ -881,7 +937,15 @@ def test_in_a_terminal(folder: Path) -> None:
         heard.until("you> ")
         wait_until(waits_for_a_key(started))
         os.write(ours, b"\x03")
-        heard.until("interrupted")
+        heard.until("[Ctrl-C again leaves")
+        heard.until("you> ")
+        os.write(ours, f"/save {saved.with_name('kept.jsonl')}\n".encode())
+        heard.until("2 turns written")
+        for answered in ("[Ctrl-C again leaves", "interrupted"):
+            heard.until("you> ")
+            wait_until(waits_for_a_key(started))
+            os.write(ours, b"\x03")
+            heard.until(answered)
         assert started.wait(timeout=120) == 130
     finally:
         started.kill()
