@@ -3,6 +3,7 @@
     python benchmarks/tables.py               # all of them
     python benchmarks/tables.py quickstart    # results/quickstart.json: parts of the results.json of `make quickstart`
     python benchmarks/tables.py seeds         # that and results/quickstart-seed*.json, by "Another seed" of decisions
+    python benchmarks/tables.py merge         # results/merge.json, by "An average of phases 2 and 3" of docs/results.md
     python benchmarks/tables.py smollm2       # results/smollm2.json, by configs/smollm2/evaluate.yaml
     python benchmarks/tables.py ragen         # results/ragen_levels.jsonl, by long/ragen_levels.py
     python benchmarks/tables.py gpu           # aims on a GPU beside results/gpu-*.json, by gpu.py
@@ -36,6 +37,8 @@ ROWS = {
     "phase3": "phase 3: StarPO",
     "phase3_last": "phase 3, last step",
     "phase3_seed1_last": "phase 3, last step, seed 1",
+    "linear": "average of phases 2 and 3, linear",
+    "slerp": "average of phases 2 and 3, slerp",
 }
 TITLES = {
     "frozen-lake": "FrozenLake",
@@ -266,6 +269,7 @@ def gpu() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "quickstart": lambda: of_checkpoints("quickstart", QUICKSTART),
     "seeds": seeds,
+    "merge": lambda: of_checkpoints("merge", QUICKSTART),
     "smollm2": lambda: of_checkpoints("smollm2", SMOLLM2),
     "ragen": ragen,
     "gpu": gpu,
