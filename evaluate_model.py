@@ -148,7 +148,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     elif (out / RESULTS).exists() and not (overwrite or resume):
         problems.append(f"{out / RESULTS} exists. Keep it (output_dir=ANOTHER) or replace it (--overwrite).")
     if not any(getattr(cfg.suites, suite) for suite in type(cfg.suites).model_fields):
-        problems.append("suites: no suite is set; set at least one of math, repetition, recall, preferences, envs.")
+        problems.append(f"suites: no suite is set; set at least one of {', '.join(type(cfg.suites).model_fields)}.")
     try:
         device = runtime.hardware.resolve_device(cfg.device)
         if cfg.suites.preferences and device.type == "cuda":

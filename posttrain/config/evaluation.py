@@ -27,10 +27,12 @@ from posttrain.config.shared import (
     wrong,
 )
 from posttrain.config.suites import (
+    INSTRUCTIONS,
     MATH,
     PREFERENCES,
     RECALL,
     REPETITION,
+    InstructionSuite,
     MathSuite,
     PreferenceSuite,
     RecallSuite,
@@ -63,6 +65,9 @@ class SampledRepetition(SampledSuite, RepetitionSuite): ...
 class SampledRecall(SampledSuite, RecallSuite): ...
 
 
+class SampledInstructions(SampledSuite, InstructionSuite): ...
+
+
 class ComparedPreferences(PreferenceSuite):
     reference: str | None = Field("name of the checkpoint that rewards are relative to; null measures none", None)
 
@@ -93,6 +98,7 @@ class SuitesSection(Section):
     repetition: SampledRepetition | None = Field(REPETITION, None)
     recall: SampledRecall | None = Field(RECALL, None)
     preferences: ComparedPreferences | None = Field(PREFERENCES, None)
+    instructions: SampledInstructions | None = Field(INSTRUCTIONS, None)
     envs: EnvSuite | None = Field("success in the environments; null leaves it out", None)
 
 

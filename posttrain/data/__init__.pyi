@@ -10,4 +10,8 @@ from .loading import (
     load_sft as load_sft,
 )
 from .prepared_rows import SOURCES as SOURCES, length_pools as length_pools, row_lengths as row_lengths
-from .reading import HELD_OUT as HELD_OUT, evaluation_rows as evaluation_rows
+from .reading import (
+    HELD_OUT as HELD_OUT,
+    evaluation_rows as evaluation_rows,
+    instruction_row as instruction_row,
+)

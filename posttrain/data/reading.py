@@ -63,6 +63,7 @@ TRAINING = {
 HELD_OUT = {
     "gsm8k": HubSet("openai/gsm8k", "MIT", "test", 1_319, config="main"),
     gsm8k.GSM8K_HELD_OUT: TRAINING["gsm8k"],  # only its held-out questions are used
+    "ifeval": HubSet("google/IFEval", "Apache-2.0", "train", 541),
     "math500": HubSet("HuggingFaceH4/MATH-500", "MIT (as hendrycks/math)", "test", 500),
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "test_prefs", 2_000),
 }
@@ -74,6 +75,7 @@ COLUMNS = {  # of the kinds whose rows have one form
     # what only evaluation reads
     "questions": ("question", "answer"),
     "recall": ("messages", "answer"),
+    "instructions": ("prompt", "instruction_id_list", "kwargs"),
 }
 FORMATS: dict[str, tuple[formats.Recognise, str]] = {  # of the others, and of pairs and messages
     "capybara": (formats.as_dialogue, formats.DIALOGUE_FORMATS),
@@ -119,13 +121,16 @@ def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
 
 
 def evaluation_rows(
-    path: str, kind: Literal["questions", "prompts", "recall", "preferences"], key: str, most: int | None = None
+    path: str,
+    kind: Literal["questions", "prompts", "recall", "preferences", "instructions"],
+    key: str,
+    most: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return the first rows of a local file, ready for a suite.
 
     {"question", "answer"} for questions, {"messages"} for prompts, {"messages", "answer"} for recall (the last message
-    is the user's), {"chosen", "rejected"} for preferences (whole dialogues, equal but for the last answer). Columns
-    that no suite needs are left out.
+    is the user's), {"chosen", "rejected"} for preferences (whole dialogues, equal but for the last answer), {"key",
+    "prompt", "instruction_id_list", "kwargs"} for instructions. Columns that no suite needs are left out.
 
     Args:
         path: of the file.
@@ -142,7 +147,10 @@ def evaluation_rows(
     for place, row in islice(local.rows_of(Path(path), key), most):
         where = f"{key}: {place} of {path}"
         row = _recognised(row, kind, where).row
-        ready = _preferences(row, where) if kind == "preferences" else _question_row(row, kind, where)
+        if kind == "preferences":
+            ready = _preferences(row, where)
+        else:
+            ready = instruction_row(row, where) if kind == "instructions" else _question_row(row, kind, where)
         if (length := max(map(len, _texts(ready)))) > LONGEST_TEXT:
             raise UserError(f"{where} holds a text of {length:,} characters, more than a model reads. Remove the row.")
         rows.append(ready)
@@ -154,7 +162,10 @@ def evaluation_rows(
 
 def _texts(row: dict[str, Any]) -> Iterator[str]:
     for value in row.values():
-        yield from [value] if isinstance(value, str) else [message["content"] for message in value]
+        if isinstance(value, str):
+            yield value
+        elif value and "content" in value[0]:
+            yield from (message["content"] for message in value)
 
 
 def _question_row(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
@@ -179,6 +190,24 @@ def _question_row(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
             raise UserError(f"{where}: {name} should be {expected}, but is {brief(value)}.")
         ready[name] = value
     return ready
+
+
+def instruction_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a row of google/IFEval. UserError: it does not have an instruction's id and arguments in two lists."""
+    ids, given = row["instruction_id_list"], row["kwargs"]
+    lists = isinstance(ids, list) and isinstance(given, list) and 0 < len(ids) == len(given)
+    if (
+        not filters.is_readable_text(row["prompt"])
+        or not lists
+        or not all(isinstance(name, str) for name in ids)
+        or not all(isinstance(each, dict | None) for each in given)
+    ):
+        raise UserError(
+            f"{where}: prompt should be text, instruction_id_list a list of names, and kwargs a list with as many"
+            " objects, as in google/IFEval. Correct the row."
+        )
+    kept = {"prompt": row["prompt"], "instruction_id_list": ids, "kwargs": given}
+    return kept | ({"key": str(row["key"])} if "key" in row else {})
 
 
 def _preferences(row: dict[str, Any], where: str) -> dict[str, Any]:

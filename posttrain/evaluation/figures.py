@@ -19,6 +19,7 @@ COMPARED = {
     "math": ("accuracy", "last_number", "tokens"),
     "repetition": ("equal_length", "seq_rep_4", "seq_rep_4_first", "longest_repeat", "never_stops", "tokens"),
     "recall": ("accuracy",),
+    "instructions": ("accuracy", "tokens"),
     "preferences": ("accuracy", "margin"),
     "envs": ("success", "failed", "return"),
 }
@@ -57,6 +58,9 @@ def summarise(cfg: EvaluateRun, rows: list[Record], by_checkpoint: dict[str, lis
             }
         elif suite == "recall":
             summary[suite] = _with_settings(cfg, suite, {s: _answer_figures(by[""]) for s, by in settings.items()})
+        elif suite == "instructions":
+            figures = {s: _instruction_figures(by[""]) for s, by in settings.items()}
+            summary[suite] = _with_settings(cfg, suite, figures)
         elif suite == "repetition":
             figures = {s: _repetition_figures(cfg, by[""]) for s, by in settings.items()}
             summary[suite] = _with_settings(cfg, suite, figures)
@@ -79,6 +83,16 @@ def _share(rows: Sequence[Record]) -> Record:
 def _answer_figures(rows: Sequence[Record]) -> Record:
     means = {metric: fmean(float(row[metric]) for row in rows) for metric in ("tokens", "never_stops")}
     return _share(rows) | means
+
+
+def _instruction_figures(rows: Sequence[Record]) -> Record:
+    """Return IFEval's strict and loose accuracies, and how many prompts were left out by which instruction."""
+    unchecked = Counter(name for row in rows for names in row["left_out"].values() for name in set(names))
+    figures = _answer_figures(rows) | {"loose_accuracy": fmean(bool(row["loose"]) for row in rows)}
+    for name, column in (("instruction_accuracy", "followed"), ("loose_instruction_accuracy", "followed_loosely")):
+        figures[name] = fmean(followed for row in rows for followed in row[column])
+    left_out = sum(len(row["left_out"]) for row in rows)
+    return figures | {"left_out": left_out, "not_checked": dict(sorted(unchecked.items()))}
 
 
 def _math_figures(parts: dict[str, list[Record]]) -> Record:

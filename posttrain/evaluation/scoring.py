@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from posttrain import metrics
 from posttrain.config import EvaluateRun, ModelSection
 from posttrain.evaluation.figures import env_figures
+from posttrain.evaluation.instructions import instruction_scores
 from posttrain.evaluation.tasks import Task, env_error, env_section
 from posttrain.runtime import runlog
 from posttrain.types import Completion, Record, UserError
@@ -216,6 +217,8 @@ def score(suite: str, row: Record, ids: list[int], judge: MathJudge, equal_lengt
         }
     if suite == "recall":
         return {"accuracy": recalls(row["text"], row["answer"])}
+    if suite == "instructions":
+        return instruction_scores(row["text"], row["instructions"])
     return {
         "ids": ids,
         "seq_rep_4": metrics.seq_rep_n(ids),

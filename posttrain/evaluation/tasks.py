@@ -26,8 +26,9 @@ class Task:
 
     Task("math", "embedded", "unseen_questions", "greedy", SamplingParams(...), items, seeds)
 
-    items: {"messages", "answer"} for math and recall, {"messages"} for repetition, {"chosen", "rejected"} for
-    preferences (which sample nothing and have no setting), {"seed"} of a level for environments.
+    items: {"messages", "answer"} for math and recall, {"messages"} for repetition, {"messages", "instructions"} for
+    instructions, {"chosen", "rejected"} for preferences (which sample nothing and have no setting), {"seed"} of a level
+    for environments.
     source: where the part comes from; the parts of one source are counted together, those of different sources never.
     """
 
@@ -90,6 +91,10 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
             else:
                 items = evaluation_rows(suite.source, kind, f"suites.{name}.source", most_items(suite))
             add(name, "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
+    if suites.instructions:
+        suite = suites.instructions
+        items = instructions(suite.source, most_items(suite))
+        add("instructions", "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
     if suites.preferences:
         suite = suites.preferences
         if suite.source == "embedded":
@@ -115,6 +120,20 @@ def open_questions(n: int, seed: int) -> list[dict[str, Any]]:
     from posttrain.data import embedded
 
     return [{"messages": [{"role": "user", "content": prompt}]} for prompt in embedded.open_prompts(n, seed)]
+
+
+def instructions(source: str, n: int) -> list[dict[str, Any]]:
+    """Return the first `n` prompts of IFEval, or of a file with its columns, whose instructions can be checked."""
+    from posttrain.data import evaluation_rows, instruction_row
+    from posttrain.evaluation.instructions import instruction_items
+
+    key = "suites.instructions.source"
+    if source == "ifeval":
+        loaded = enumerate(hub_rows(source, "instructions.source"), 1)
+        rows = [instruction_row(row, f"{key}: row {number} of {source}") for number, row in loaded]
+    else:
+        rows = evaluation_rows(source, "instructions", key)
+    return instruction_items(rows, f"{key}={source}", n)
 
 
 def most_items(suite: SampledSuite) -> int:
@@ -297,5 +316,5 @@ def hub_sets(suites: SuitesSection | FormerSuites) -> list[str]:
     from posttrain.data import HELD_OUT
 
     sources = list(suites.math.sources) if suites.math else []
-    sources += [suites.preferences.source] if suites.preferences else []
+    sources += [suite.source for suite in (suites.preferences, suites.instructions) if suite]
     return [HELD_OUT[source].path for source in sources if source in HELD_OUT]

@@ -24,7 +24,10 @@ from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
 MANY = 100_000  # items: more than anybody measures
-ITEMS = {"envs": "levels", "preferences": "pairs", "math": "questions", "recall": "questions", "repetition": "prompts"}
+ITEMS = {
+    "envs": "levels", "preferences": "pairs", "math": "questions", "recall": "questions", "repetition": "prompts",
+    "instructions": "prompts",
+}  # fmt: skip
 
 
 def build_comparison(runs: Sequence[str]) -> Path:

@@ -221,7 +221,8 @@ def level_pairs(
 def answers(results: Results, transcripts: Sequence[Record]) -> list[tuple[Any, ...]]:
     """Return (title, prompt, expected answer, [(row, opening, rest)]) of the first prompts of each part."""
     samples = []
-    for suite, title in (("math", "Math"), ("recall", "Recall"), ("repetition", "Open question")):
+    titles = {"math": "Math", "recall": "Recall", "instructions": "Instructions", "repetition": "Open question"}
+    for suite, title in titles.items():
         entry = next(iter(results["checkpoints"].values())).get(suite)
         entry = next(iter(entry.values())) if entry and suite == "math" else entry
         rows_by_item: dict[tuple[str, int], list[Record]] = {}

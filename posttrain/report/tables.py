@@ -55,6 +55,7 @@ def columns(results: Results) -> list[Column]:
         shown.append(Column(math_title(source), "answers right", "math", source, "accuracy", entry["setting"]))
     for suite, title, note, metric in (
         ("recall", "Recall", "earlier turns remembered", "accuracy"),
+        ("instructions", "Instructions", "prompts whose instructions are all followed", "accuracy"),
         ("preferences", "Preferences", "ranking accuracy: pairs whose chosen answer is likelier", "accuracy"),
         ("repetition", "Repetition", "repeated 4-grams, lower is better", "seq_rep_4"),
     ):
