@@ -17,7 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 
 # A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
-from posttrain import data, finetune, models, plan, runtime
+from posttrain import data, evaluation, finetune, models, plan, runtime
 from posttrain.config import SFTRun, load, run, training_flags
 from posttrain.runtime import runlog
 
@@ -32,8 +32,12 @@ def main(argv: list[str] | None = None) -> None:
 
     # 2. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
     #    Everything that is wrong is said at once, before anything is written.
-    setup = finetune.set_up(cfg, finetune.SFTConfig, data.load_sft, "rows", resume=flags.resume)
+    setup = finetune.set_up(
+        cfg, finetune.SFTConfig, data.load_sft, "rows", resume=flags.resume,
+        data_sets=evaluation.hub_sets(cfg.evaluation.suites),
+    )  # fmt: skip
     cfg, model, chat = setup.cfg, setup.model, setup.chat
+    tasks = evaluation.FormerTasks(cfg, chat) if setup.measures else None
 
     # 3. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
     with runtime.trl_arguments.refusals_in_words():
@@ -46,7 +50,9 @@ def main(argv: list[str] | None = None) -> None:
             peft_config=models.peft_config(cfg.model, model, chat),
         )
     data.prepared_rows.seal_rows(setup.folder, cfg, chat)
-    outcome = finetune.training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=setup.deterministic)
+    outcome = finetune.training.fit(
+        trainer, "phase 1", cfg, resume=flags.resume, deterministic=setup.deterministic, tasks=tasks
+    )
 
     # 4. What phase 2 takes over.
     finetune.training.export_model(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
-from posttrain import data, finetune, models, plan, runtime
+from posttrain import data, evaluation, finetune, models, plan, runtime
 from posttrain.config import DPORun, load, run, training_flags
 from posttrain.runtime import runlog
 from posttrain.types import UserError
@@ -40,9 +40,10 @@ def main(argv: list[str] | None = None) -> None:
     #    wrong is said at once, before anything is written.
     setup = finetune.set_up(
         cfg, finetune.DPOConfig, data.load_preferences, "pairs", resume=flags.resume,
-        precompute_ref_log_probs=True, logging_first_step=True,
+        data_sets=evaluation.hub_sets(cfg.evaluation.suites), precompute_ref_log_probs=True, logging_first_step=True,
     )  # fmt: skip
     cfg, args, model, chat = setup.cfg, setup.args, setup.model, setup.chat
+    tasks = evaluation.FormerTasks(cfg, chat) if setup.measures else None
 
     # 3. TRL trains. The reference is the policy in memory. It scores all pairs once, before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.
@@ -70,7 +71,13 @@ def main(argv: list[str] | None = None) -> None:
         check_reference(figures, trainer.loss_types, trainer.loss_weights, margin)
 
     outcome = finetune.training.fit(
-        trainer, "phase 2", cfg, resume=flags.resume, deterministic=setup.deterministic, check_first=check_first
+        trainer,
+        "phase 2",
+        cfg,
+        resume=flags.resume,
+        deterministic=setup.deterministic,
+        check_first=check_first,
+        tasks=tasks,
     )
 
     # 4. What phase 3 takes over.

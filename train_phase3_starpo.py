@@ -52,6 +52,7 @@ class Parts(NamedTuple):
     learner: Learner
     distillation: Distillation | None
     former_tasks: evaluation.FormerTasks
+    budget: runtime.TimeBudget
     monitor: starpo.Monitor
 
 
@@ -89,7 +90,9 @@ def main(argv: list[str] | None = None) -> None:
     former_tasks = evaluation.FormerTasks(cfg, chat)
     state = starpo.first_state(setup, learner, chat)
     monitor = starpo.Monitor(cfg, setup.settings, state, learner.exact, setup.resumes)
-    parts = Parts(cfg, chat, sampler, learner, distillation, former_tasks, monitor)
+    every, times = cfg.evaluation.every, state.suite_times
+    budget = runtime.TimeBudget(cfg.evaluation.budget, every, cfg.trainer.max_steps, times, monitor.say)
+    parts = Parts(cfg, chat, sampler, learner, distillation, former_tasks, budget, monitor)
     worker = None
     if cfg.rollout.max_staleness:
         worker = starpo.RolloutWorker(cfg, sampler, chat, lambda step: starpo.levels(cfg, step, state))
@@ -134,6 +137,7 @@ def main(argv: list[str] | None = None) -> None:
             last = step == cfg.trainer.max_steps or state.stopped_early
             stopping = runtime.parallel.total(stop.requested, setup.device) > 0
             if last or stopping or step % cfg.checkpoint.every == 0:
+                budget.count()
                 starpo.run_state.save(setup.out / f"checkpoint-{step}", learner, chat, state)
                 starpo.run_state.drop_old(setup.out, cfg.checkpoint.keep)
             if stopping:
@@ -146,8 +150,10 @@ def main(argv: list[str] | None = None) -> None:
         # what is saved is the policy that did best on the validation levels; the test levels see only that one
         broken = starpo.not_finite(state.alarms)  # the same in all processes, which see the same rows
         starpo.run_state.load(setup.best(state), learner)
-        with learner.sampling(), stop.at_once("the closing evaluation"):
-            final = evaluate(cfg, sampler, chat, "test", cfg.evaluation.final_episodes, name="final").metrics
+        with stop.at_once("the closing evaluation"):
+            with learner.sampling():
+                final = evaluate(cfg, sampler, chat, "test", cfg.evaluation.final_episodes, name="final").metrics
+            final |= {} if state.best_measured else suites(parts, state, "final")
         monitor.report(state, state.step, final)
     monitor.close()
     starpo.finish(setup, learner, chat, state, final, broken)
@@ -336,8 +342,9 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     metrics = result.metrics | compared
     if parts.distillation is not None and parts.distillation.held_out:
         metrics["evaluation/distillation_kl"] = parts.distillation.measure()
-    with learner.sampling() as whole:
-        metrics |= parts.former_tasks.measure(parts.sampler, whole.policy, state.first_answers)
+    last = state.stopped_early or step == cfg.trainer.max_steps
+    if measured := parts.budget.due(step, "the suites of former phases", learner.device, always=last):
+        metrics |= suites(parts, state)
     monitor.report(state, step, metrics | {"seconds/evaluation": time.perf_counter() - started_at})
     if better:
         monitor.show_validation(result.first, step)
@@ -345,11 +352,24 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     if broken and step == 0:
         raise UserError(f"{cfg.model.name_or_path} cannot be trained: {broken}.")
     if better and not broken:
-        state.best_step, success = step, metrics["evaluation/success"]
+        state.best_step, state.best_measured, success = step, measured, metrics["evaluation/success"]
         # without rewards the highest success stays the measure: each policy might be a little worse than the last
         if cfg.rewarded or success >= state.best_success:
             state.best_success, state.best_won, state.best_earned = success, result.won, result.earned
         starpo.run_state.save(Path(cfg.output_dir) / f"best-{step}", learner, parts.chat, state)
+
+
+def suites(parts: Parts, state: RunState, name: str = "evaluation") -> dict[str, float]:
+    """Return figures of the suites of former phases, and the seconds that they took; {} without suites.
+
+    name: the first part of the metrics' names.
+    """
+    if not parts.former_tasks.tasks:
+        return {}
+    with parts.learner.sampling() as whole, parts.budget.measuring():
+        figures = parts.former_tasks.measure(parts.sampler, whole.policy, state.first_answers)
+    figures = {key.replace("evaluation", name, 1): figure for key, figure in figures.items()}
+    return figures | {"seconds/suites": state.suite_times["cost"]}
 
 
 # ------------------------------------------------------------------------------------------------------------ 6. advise

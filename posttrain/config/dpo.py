@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from posttrain.config.data import DPO_KINDS, DataSection, _of_kind, kinds_filled_in
 from posttrain.config.shared import DPO_RATES, Field, TrainingRun, trl_trainer
+from posttrain.config.suites import SuitesSchedule
 from posttrain.config.trl_fields import TRLFields
 
 
@@ -18,3 +19,4 @@ class DPORun(TrainingRun):
     trainer: Annotated[dict[str, Any], TRLFields("trl/trainer/dpo_config.py:DPOConfig")] = trl_trainer(
         "DPOConfig", DPO_RATES
     )
+    evaluation: SuitesSchedule = Field("what the model can do while it is trained", SuitesSchedule())

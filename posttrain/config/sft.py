@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from posttrain.config.data import SFT_KINDS, DataSection, _of_kind, kinds_filled_in
 from posttrain.config.shared import SFT_RATES, Field, TrainingRun, trl_trainer
+from posttrain.config.suites import SuitesSchedule
 from posttrain.config.trl_fields import TRLFields
 
 
@@ -18,3 +19,4 @@ class SFTRun(TrainingRun):
     trainer: Annotated[dict[str, Any], TRLFields("trl/trainer/sft_config.py:SFTConfig")] = trl_trainer(
         "SFTConfig", SFT_RATES
     )
+    evaluation: SuitesSchedule = Field("what the model can do while it is trained", SuitesSchedule())

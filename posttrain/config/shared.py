@@ -346,6 +346,7 @@ class TrainingRun(Run):
     chat: ChatSection = Field("how messages become tokens; the same in all phases", ChatSection())
     if TYPE_CHECKING:
         trainer: Any  # each phase declares its own, in its own place
+        evaluation: Any
 
     rates: ClassVar[dict[str, float]]  # by model.tuning
 

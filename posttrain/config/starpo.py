@@ -30,7 +30,7 @@ from posttrain.config.shared import (
     whole_context_with_tools,
     wrong,
 )
-from posttrain.config.suites import FormerSuites
+from posttrain.config.suites import BUDGET, FormerSuites
 from posttrain.config.yaml_file import read_yaml
 
 
@@ -232,6 +232,7 @@ class EvaluationSection(Section):
         "a few held-out prompts on what phases 1 and 2 taught, answered at each evaluation: is it forgotten?",
         FormerSuites(),
     )
+    budget: float | None = Field(BUDGET, None, gt=0, le=1)
 
 
 class CheckpointSection(Section):

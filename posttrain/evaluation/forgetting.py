@@ -1,4 +1,4 @@
-"""Can the policy of phase 3 still do what phases 1 and 2 taught it?  `evaluation.suites`, measured during training.
+"""What can a model do while it is trained, and what does it forget?  `evaluation.suites` of all three phases.
 
 Tasks and scores are those of evaluate_model.py; the answers come from the run's own sampler.
 """
@@ -8,37 +8,48 @@ from __future__ import annotations
 from typing import Any
 
 from envs.math_judge import MathJudge
-from posttrain.config import EvaluateRun, StarPORun
+from posttrain.config import EvaluateRun, StarPORun, TrainingRun
 from posttrain.evaluation.figures import summarise
 from posttrain.evaluation.scoring import ScoresNotFinite, counted_tokens, score_answers, score_pairs
 from posttrain.evaluation.tasks import Task, build_tasks
 from posttrain.metrics import paired_difference
-from posttrain.models import Chat
+from posttrain.models import Chat, model_files
 from posttrain.rollout import Sampler, complete
 from posttrain.runtime import parallel
 from posttrain.types import Record, UserError
 
-SETTINGS = {"math": "greedy", "recall": "greedy", "repetition": "sampled"}
+SETTINGS = {"math": "greedy", "recall": "greedy", "repetition": "sampled", "instructions": "greedy"}
+MEASURED = {  # figures of a suite besides those of every suite, n, low and high
+    "repetition": ("seq_rep_4",),
+    "instructions": ("accuracy", "instruction_accuracy", "left_out"),
+}
 
 
 class FormerTasks:
     """The tasks of `evaluation.suites`, the same at each evaluation.
 
+    longest, new: tokens of the longest prompt with its answer, and of the longest answer. at_once: answers that are
+    written at the same time; phases 1 and 2 choose it by the free memory.
+
     Raises:
-        UserError: a prompt leaves no room for its answer in `rollout.max_context`.
+        UserError: a prompt leaves no room for its answer in `rollout.max_context`, or among the model's positions.
     """
 
-    def __init__(self, cfg: StarPORun, chat: Chat) -> None:
-        self.cfg, self.chat, self.config = cfg, chat, as_evaluation(cfg)
+    def __init__(self, cfg: TrainingRun, chat: Chat) -> None:
+        self.chat, self.config = chat, as_evaluation(cfg)
+        self.at_once = cfg.rollout.conversations if isinstance(cfg, StarPORun) else 1
         self.tasks = build_tasks(self.config)
+        self.longest = self.new = 1
+        name, most, remedy = _context(cfg) if self.tasks else ("", 0, "")
         for task in self.tasks:
             if task.params is not None:
+                new = task.params.max_new_tokens
                 longest = max(len(chat.prompt(item["messages"])) for item in task.items)
-                if longest + task.params.max_new_tokens > cfg.rollout.max_context:
+                self.longest, self.new = max(self.longest, longest + new), max(self.new, new)
+                if most is not None and longest + new > most:
                     raise UserError(
                         f"evaluation.suites.{task.suite} has a prompt of {longest} tokens, which leaves no room for"
-                        f" max_new_tokens={task.params.max_new_tokens} in rollout.max_context="
-                        f"{cfg.rollout.max_context}: lower max_new_tokens or raise rollout.max_context."
+                        f" max_new_tokens={new} in {name}={most}: lower max_new_tokens{remedy}."
                     )
 
     def measure(self, sampler: Sampler, policy: Any, first: dict[str, list[float]]) -> dict[str, float]:
@@ -68,7 +79,7 @@ class FormerTasks:
         measured = {
             f"evaluation/{suite}/{key}": shares[key]
             for suite, shares in figures.items()
-            for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "n", "low", "high")
+            for key in (*MEASURED.get(suite, ("accuracy",)), "n", "low", "high")
         }
         for suite in figures:
             if suite == "repetition":
@@ -87,12 +98,20 @@ class FormerTasks:
             [self.chat.prompt(item["messages"]) for item in task.items],
             task.params,
             task.seeds,
-            batch=self.cfg.rollout.conversations,
+            batch=self.at_once,
         )
         return score_answers(task, completions, self.chat, judge, counted_tokens(self.config))
 
 
-def as_evaluation(cfg: StarPORun) -> EvaluateRun:
+def _context(cfg: TrainingRun) -> tuple[str, int | None, str]:
+    """Return the name of the longest context, its tokens (None: unknown), and what else than shorter answers helps."""
+    if isinstance(cfg, StarPORun):
+        return "rollout.max_context", cfg.rollout.max_context, " or raise rollout.max_context"
+    positions = getattr(model_files.load_config(cfg.model).get_text_config(), "max_position_embeddings", None)
+    return "the model's max_position_embeddings", positions if isinstance(positions, int) else None, ""
+
+
+def as_evaluation(cfg: TrainingRun) -> EvaluateRun:
     """Return a config of the evaluator with the suites of `evaluation.suites`."""
     former = cfg.evaluation.suites.model_dump(exclude_none=True)
     suites = {

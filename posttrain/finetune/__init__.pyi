@@ -1,4 +1,4 @@
-from . import training as training, trl_trainers as trl_trainers
+from . import suites as suites, training as training, trl_trainers as trl_trainers
 from .setup import TrainingSetup as TrainingSetup, set_up as set_up
 from .trl_trainers import (
     DPOConfig as DPOConfig,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from posttrain.config import TrainingRun
 from posttrain.data import prepared_rows
-from posttrain.finetune import training
+from posttrain.finetune import suites, training
 from posttrain.models import Chat, compile_layers, model_files, simplify_layers
 from posttrain.plan import BY_MEMORY, Place, Shape, can_be_deterministic, check_run, choose_rows, warning
 from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runlog, trl_arguments
@@ -27,11 +27,12 @@ class TrainingSetup(NamedTuple):
     rows: dict[str, Dataset]  # "train", and "eval" if rows are held out
     folder: Path  # where the prepared rows are
     deterministic: bool  # whether the GPU can compute each operation of the model deterministically
+    measures: bool  # whether `evaluation.suites` is measured
 
 
 def set_up(
     cfg: TrainingRun, kind: type[TrainingArguments], load_rows: Callable[..., Any], folder: str, *, resume: bool,
-    **fixed: Any,
+    data_sets: Sequence[str] = (), **fixed: Any,
 ) -> TrainingSetup:  # fmt: skip
     """Prepare a run of phase 1 or 2, or raise one UserError with all that is wrong, before anything is written.
 
@@ -39,13 +40,16 @@ def set_up(
         kind: TRL's class of training arguments, made from `cfg.trainer` and `fixed`.
         load_rows: `data.load_sft` or `data.load_preferences`.
         folder: name of the folder inside `output_dir` for the prepared rows.
+        data_sets: those that the run will ask the Hub for, besides its sources.
         **fixed: training arguments that the config cannot change.
     """
     output_dir = Path(cfg.output_dir)
     cfg, begun = hardware.settle(cfg), run_identity.begun_with(output_dir) if resume else {}
     cfg = _as_begun(cfg, begun.get("trainer", {}))
+    if unmeasured := suites.why_not_measured(cfg):
+        runlog.say(unmeasured)
     if runlog.is_main_process():
-        check_run(cfg, resume=resume, kept=output_dir / folder)
+        check_run(cfg, resume=resume, kept=output_dir / folder, data_sets=() if unmeasured else data_sets)
         if resume:
             run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
         checkpoint.claim(output_dir, resume)
@@ -67,7 +71,8 @@ def set_up(
     simplify_layers(model)
     if hardware.trainer_field(cfg, "torch_compile"):
         compile_layers(model, deterministic=deterministic)
-    return TrainingSetup(cfg, args, model, chat, rows, output_dir / folder, deterministic)
+    measures = not unmeasured and bool(cfg.evaluation.suites.model_dump(exclude_none=True))
+    return TrainingSetup(cfg, args, model, chat, rows, output_dir / folder, deterministic, measures)
 
 
 def _left_to_memory(cfg: TrainingRun) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from posttrain import files, models
 from posttrain.config import TrainingRun, command, find_config, read_yaml, reference_name
 from posttrain.data import SOURCES
+from posttrain.finetune import suites
 from posttrain.metrics import wilson
 from posttrain.models import VOCABULARY_CHUNK, Chat, model_card, no_bars, pads_on_the_right
 from posttrain.runtime import (
@@ -160,6 +161,7 @@ def fit(
     resume: bool,
     deterministic: bool = False,
     check_first: Callable[[dict[str, Any]], None] | None = None,
+    tasks: suites.SuiteTasks | None = None,
 ) -> Outcome:
     """Train to the end and measure the held-out rows. A signal saves a checkpoint and ends the process here.
 
@@ -169,6 +171,7 @@ def fit(
         resume: start from the newest intact checkpoint.
         deterministic: use deterministic kernels; see `plan.can_be_deterministic`.
         check_first: called with the figures of the first step; may raise.
+        tasks: `evaluation.FormerTasks` of this run, measured while it trains.
 
     Returns:
         The outcome; that of the last healthy checkpoint, with the error, where a loss or gradient was not finite.
@@ -194,20 +197,27 @@ def fit(
             say(run_identity.share_out_in_words(trainer.args, begun, len(rows)))
         counts = {"processes": begun, "sharding": launcher.sharding()}
 
+        measuring: suites.SuiteCallback | None = None
+
         def counted() -> dict[str, Any]:
-            return {"num_tokens": compat.trained_tokens(trainer), **counts}
+            kept = {"suites": measuring.kept()} if measuring else {}
+            return {"num_tokens": compat.trained_tokens(trainer), **counts, **kept}
 
         reporter = Reporter(title, output_dir, boards, stop, counted, check_first)
+        remedy = f"Remove {newest}: --resume then takes an older checkpoint."
+        before = files.read_json(newest / COUNTS, remedy) if newest else {}
         trainer.remove_callback(PrinterCallback)
         compat.write_no_model_card(trainer)
         trainer.add_callback(reporter)
+        if tasks is not None:
+            measuring = suites.SuiteCallback(tasks, cfg, before.get("suites", {}), reporter.report, reporter.say)
+            trainer.add_callback(measuring)
         try:
             if newest is not None and _is_last(newest):
                 _take_up_finished(trainer, newest, reporter)
             else:
                 if newest is not None:
-                    remedy = f"Remove {newest}: --resume then takes an older checkpoint."
-                    compat.set_trained_tokens(trainer, files.read_json(newest / COUNTS, remedy)["num_tokens"])
+                    compat.set_trained_tokens(trainer, before["num_tokens"])
                 with checkpoint.full_disk_in_words(output_dir):
                     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             if reporter.stopped:
@@ -321,6 +331,7 @@ def next_command(phase: str, config_file: Path, final: Path, device: str) -> str
 def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, float], rows: Path) -> dict[str, Any]:
     """Return this run's record for the model card: its sources, and its figures on the held-out rows."""
     sources = json.loads((rows / SOURCES).read_text(encoding="utf-8"))
+    reported = [row for row in runlog.read_metrics(rows.with_name("metrics.jsonl")) if row["step"] == step]
     held_out = sum(source["held_out"] for source in sources)
     results = []
     if "eval_loss" in figures:
@@ -328,6 +339,7 @@ def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, 
     if (share := figures.get("eval_rewards/accuracies")) is not None:
         low, high = wilson(round(share * held_out), held_out)
         results.append(model_card.CardResult("held-out pairs: the chosen answer wins", share, held_out, low, high))
+    results += [result for row in reported for result in model_card.former_results(row)]
     return model_card.phase_record(phase, settings, step, data=sources, results=results)
 
 
@@ -409,6 +421,20 @@ class Reporter(TrainerCallback):
             folder = self.output_dir / f"checkpoint-{state.global_step}"
             (folder / COUNTS).write_text(json.dumps(self.counts()))
             checkpoint.seal(folder, step=state.global_step)
+
+    def report(self, figures: dict[str, float], step: int) -> None:
+        """Write the figures of an evaluation as a row of their own; its time is not that of the steps around it."""
+        self.logged_at += figures.get("seconds/evaluation", 0.0)
+        self.metrics.write(figures, step)
+        self.boards.log(figures, step)
+        names = ("accuracy", "seq_rep_4")
+        shown = {key.split("/", 1)[1]: value for key, value in figures.items() if key.rpartition("/")[2] in names}
+        self._show(step, **{name.removesuffix("/accuracy"): value for name, value in shown.items()})
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        assert self.progress is not None
+        self.progress.say(text)
 
     def close(self) -> None:
         """Close the bar and the dashboards, also after an error."""

@@ -140,15 +140,18 @@ def history(name_or_path: str) -> list[dict[str, Any]]:
         return []
 
 
-def former_results(row: Mapping[str, float]) -> list[CardResult]:
-    """Return the figures of `evaluation.suites` in a row of phase 3's metrics: what is left of phases 1 and 2."""
+def former_results(row: Mapping[str, float], first: str = "evaluation") -> list[CardResult]:
+    """Return the figures of `evaluation.suites` in a row of metrics.
+
+    first: the first part of the metrics' names.
+    """
     results = []
     for key, items in row.items():
-        if key.startswith("evaluation/") and key.endswith("/n"):
+        if key.startswith(f"{first}/") and key.endswith("/n"):
             figures = key.removesuffix("n")
             metric, name = ("seq_rep_4", "repeated 4-grams") if "repetition" in key else ("accuracy", "right")
             value, low, high = (row[figures + part] for part in (metric, "low", "high"))
-            suite = figures.removeprefix("evaluation/").removesuffix("/")
+            suite = figures.removeprefix(f"{first}/").removesuffix("/")
             results.append(CardResult(f"{suite}, held-out prompts: {name}", value, int(items), low, high))
     return results
 

@@ -375,7 +375,8 @@ def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) 
 
 def _suites(cfg: StarPORun) -> Iterable[Suite]:
     suites = cfg.evaluation.suites
-    return [suite for suite in (suites.math, suites.repetition, suites.recall) if suite is not None]
+    written = (suites.math, suites.repetition, suites.recall, suites.instructions)
+    return [suite for suite in written if suite is not None]
 
 
 def _suite_seconds(cost: Cost, suite: Suite, players: int, slots: int, launched: bool) -> float:

@@ -32,4 +32,5 @@ from .tensors import (
     numbered as numbered,
     sent as sent,
 )
+from .time_budget import TimeBudget as TimeBudget
 from .trl_arguments import FIGURES as FIGURES

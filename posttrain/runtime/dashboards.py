@@ -32,9 +32,13 @@ Held = set[tuple[int, str]]  # step and key of what a dashboard has
 def as_transformers(key: str) -> str:
     """Return the name of a metric of phases 1 and 2 on the dashboard of any Trainer: train/loss, eval/rewards/margins.
 
+    Those that phase 3 has as well keep their names: evaluation/recall/accuracy.
+
     >>> as_transformers("eval_loss")
     'eval/loss'
     """
+    if key.startswith(("evaluation/", "seconds/")):
+        return key
     return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
 
 

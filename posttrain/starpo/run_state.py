@@ -67,6 +67,8 @@ class RunState:
     joined: list[str] = field(default_factory=list[str])  # environments of the curriculum that are played by now
     levels: dict[str, list[list[float]]] = field(default_factory=dict[str, list[list[float]]])  # see `level_choice`
     first_answers: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # by suite of former phases
+    suite_times: dict[str, float] = field(default_factory=dict[str, float])  # see `runtime.TimeBudget`
+    best_measured: bool = False  # whether the suites were measured for `best_step`
     plan: dict[str, int] = field(default_factory=dict[str, int])  # by dotted path: what the memory plan chose
     alarms: AlarmState = field(default_factory=AlarmState)
     collapse: dict[str, ScopeState] = field(default_factory=dict[str, ScopeState])  # by scope
@@ -87,6 +89,7 @@ class RunState:
     def forget_best(self) -> None:
         """Let the policy of this step stand in for a best that is damaged: any evaluation is better."""
         self.best_step, self.best_success, self.best_won, self.best_earned = self.step, -1.0, {}, {}
+        self.best_measured = False
 
 
 def changed(cfg: StarPORun, changes: Mapping[str, object]) -> StarPORun:

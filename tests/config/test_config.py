@@ -259,6 +259,7 @@ def test_a_key_of_phase_3_is_set_in_a_file_or_names_its_source():
 
 def test_phase_3_has_at_most_99_keys_of_its_own():
     keys = {key for key in leaves(StarPORun) if key.partition(".")[0] not in TrainingRun.model_fields}
+    keys -= leaves(SFTRun).keys()  # all phases measure suites
     own = {key for key in keys if not key.startswith(OTHER_SCRIPTS)} | set(OTHER_SCRIPTS)
     assert len(own) <= 99
 

@@ -38,6 +38,7 @@ from posttrain.config.evaluation import EvaluateRun
 from posttrain.config.sft import SFTRun
 from posttrain.config.starpo import StarPORun
 from posttrain.data import reading
+from posttrain.evaluation.forgetting import MEASURED
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -291,7 +292,7 @@ def test_everything_downloaded_stands_beside_its_licence():
     found = {source["path"] for run in (first, second) for source in run["data"]["sources"]} - {"embedded"}
     found.add(first["model"]["name_or_path"])
     found |= {hub.path for hub in reading.HELD_OUT.values()}
-    assert len(found) == 6 and {name for name in found if f"`{name}`" not in table} == set()
+    assert len(found) == 7 and {name for name in found if f"`{name}`" not in table} == set()
 
 
 # ---------------------------------------------------------------------------------------------------- figure and links
@@ -400,7 +401,7 @@ def functions(file: str, wanted: str) -> Iterator[ast.AST]:
 def test_every_metric_of_phase_3_is_explained():
     written: set[str] = set()
     for file, names in (
-        ("train_phase3_starpo.py", "main|validate"),
+        ("train_phase3_starpo.py", "main|validate|suites"),
         ("posttrain/starpo/monitoring/episodes.py", "describe|describe_evaluation|costs"),
         ("posttrain/starpo/monitoring/collapse.py", "thoughts_and_prompts"),
         ("posttrain/starpo/monitoring/updates.py", "policy|critic|teacher|row|advantage_figures"),
@@ -417,6 +418,7 @@ def test_every_metric_of_phase_3_is_explained():
     texts = {node.value for node in ast.walk(measure) if isinstance(node, ast.Constant)}
     figures = texts & {"accuracy", "n", "low", "high"}
     written |= {f"evaluation/SUITE/{figure}" for figure in figures} | {"evaluation/repetition/seq_rep_4"}
+    written |= {f"evaluation/instructions/{key}" for key in MEASURED["instructions"][1:]}
     written |= {key.replace("{suite}", "SUITE") for key in written_keys(measure) if "change" in key}
     keys = {key.replace("{env}", "ENV").replace("{failure}", "FAILURE") for key in written}
     keys = {key.replace("{k}", "K").replace("reward_{name}", "reward_NAME") for key in keys}

@@ -35,6 +35,7 @@ from posttrain.runtime import checkpoint
 from posttrain.starpo import distillation as distillation_module
 from posttrain.starpo.distillation import Answered, Distillation
 from posttrain.starpo.learner import Learner
+from posttrain.starpo.monitoring.monitor import Monitor
 from posttrain.starpo.run import make_learner
 from posttrain.types import UserError
 
@@ -318,6 +319,36 @@ def test_the_suites_of_former_phases_are_scored_as_the_evaluator_scores_them(
     wide = {"suites": {"recall": {"n": 1, "max_new_tokens": 511}}}
     with pytest.raises(UserError, match=r"evaluation\.suites\.recall has a prompt of \d+ tokens"):
         train(settings(tmp_path / "run.yaml", player, evaluation=wide))
+
+
+def test_suites_beyond_the_budget_are_postponed_and_change_nothing(
+    player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy of step 2 is the best here, and had no time for the suites: it is measured in the end."""
+    monkeypatch.setattr(Monitor, "compare_with_best", lambda self, state, step, *_: (step in (0, 2), {}))
+    suites = {"suites": {"recall": {"n": 4, "max_new_tokens": 8}, "math": {"n": 2, "max_new_tokens": 8}}}
+    words = ["trainer.max_steps=3", "evaluation.every=1", "evaluation.episodes=2"]
+    train(settings(tmp_path / "run.yaml", player), *words)
+    train(
+        settings(tmp_path / "run.yaml", player, evaluation=suites | {"budget": 1e-9}), *words,
+        f"output_dir={tmp_path / 'few'}",
+    )  # fmt: skip
+    found = suite_figures(tmp_path / "few")
+    assert list(found) == [0, 3]
+    captured = capsys.readouterr()
+    said = "step 1: the suites of former phases are postponed, next after the last step."
+    assert (captured.out + captured.err).count("are postponed") == 1 and said in captured.out + captured.err
+    without = [
+        {key: value for key, value in row.items() if key.split("/")[1:2] != [] and key.split("/")[1] not in SUITES}
+        for row in rows(tmp_path / "few")
+    ]
+    assert without == [{k: v for k, v in row.items() if "/" in k} for row in rows(tmp_path / "run")]
+    closing = {key for row in rows(tmp_path / "few") for key in row if key.startswith("final/recall/")}
+    assert closing == {f"final/recall/{key}" for key in ("accuracy", "n", "low", "high", "change", "change_error")}
+    card = (tmp_path / "few" / "final" / "README.md").read_text()
+    assert "recall, held-out prompts: right" in card and "math/embedded, held-out prompts: right" in card
+    one, other = (weights(tmp_path / run / "checkpoint-3") for run in ("run", "few"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 @pytest.mark.thorough
