@@ -1,6 +1,7 @@
 """Which command writes a report again, compares runs, or shows transcripts?
 
     posttrain report runs/quickstart                              report.html
+    posttrain report runs/mine-rl                                 report.html of a training run, not evaluated
     posttrain report runs/quickstart runs/seed1                   comparison.html: side by side, a verdict
     posttrain report runs/quickstart/phase3/transcripts.jsonl     transcripts.html: the episodes, with filters
     posttrain report runs/quickstart --gif docs/quickstart.gif    the README's animation
@@ -17,6 +18,7 @@ from posttrain.config import run
 from posttrain.report import build, comparison
 from posttrain.report.animation import animate
 from posttrain.report.page import build_transcripts, read_run
+from posttrain.report.training_page import build_training, is_training_run
 from posttrain.types import UserError
 
 SHOWN = ("base", "phase2", "phase3")  # of the checkpoints, in the animation
@@ -24,7 +26,7 @@ SHOWN = ("base", "phase2", "phase3")  # of the checkpoints, in the animation
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="posttrain report", description="Writes a page into a run's folder.")
-    what = "folder with results.json, e.g. runs/quickstart; several to compare (RUN:CHECKPOINT); or a transcripts.jsonl"
+    what = "folder of a run, e.g. runs/quickstart; several to compare (RUN:CHECKPOINT); or a transcripts.jsonl"
     parser.add_argument("run", nargs="+", help=what)
     parser.add_argument("--gif", type=Path, help="write this animation of base, phase2 and phase3 instead")
     options = parser.parse_args()
@@ -34,6 +36,8 @@ def main() -> None:
             print(comparison.build_comparison(options.run))
         elif folder.suffix == ".jsonl":
             print(build_transcripts(folder))
+        elif is_training_run(folder):
+            print(build_training(folder))
         else:
             print(build(folder))
         return

@@ -18,7 +18,7 @@ MANY = 30  # points from which on a line is drawn faintly, with its moving avera
 
 
 class Chart(NamedTuple):
-    """A line chart: Chart("Loss", 0, 90, [0, 1, 2], [("training", [(0, 1.9), ...], None)], [])."""
+    """A line chart: Chart("Loss", 0, 90, [0, 1, 2], [("training", [(0, 1.9), ...], None)], [], "What ...")."""
 
     title: str
     first: float  # step
@@ -26,6 +26,7 @@ class Chart(NamedTuple):
     ticks: list[float]  # of the axis of values
     lines: list[tuple[str, Line, Line | None]]  # label, line, moving average of a long one
     alarms: Sequence[Record]  # marked at their steps
+    about: str  # a sentence: what the values are and which way is good
 
     def down(self, value: float) -> float:
         """Return how far below the top a value lies, as a share of the height."""
@@ -36,7 +37,7 @@ class Chart(NamedTuple):
         return " ".join(f"{x:g},{1000 * self.down(y):.1f}" for x, y in line)
 
 
-def chart(title: str, series: dict[str, Line], alarms: Sequence[Record] = ()) -> Chart | None:
+def chart(title: str, series: dict[str, Line], alarms: Sequence[Record] = (), about: str = "") -> Chart | None:
     """Return a chart of the lines with at least two points; None without any."""
     series = {label: line for label, line in series.items() if len(line) > 1}
     if not series:
@@ -45,7 +46,7 @@ def chart(title: str, series: dict[str, Line], alarms: Sequence[Record] = ()) ->
     ys = [y for line in series.values() for _, y in line]
     thin = {label: thinned(line, 300) for label, line in series.items()}
     lines = [(label, line, smooth(line) if len(line) > MANY else None) for label, line in thin.items()]
-    return Chart(title, min(xs), (max(xs) - min(xs)) or 1, ticks(min(ys), max(ys)), lines, alarms)
+    return Chart(title, min(xs), (max(xs) - min(xs)) or 1, ticks(min(ys), max(ys)), lines, alarms, about)
 
 
 def ticks(low: float, high: float) -> list[float]:

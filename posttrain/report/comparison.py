@@ -148,10 +148,10 @@ def shared_curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
             run: runlog.read_metrics(place / "metrics.jsonl") for run, places in folders if (place := places.get(name))
         }
         drawn = []
-        for title, keys in training_log.CURVES:
-            by_run = {run: training_log.curve_lines(rows, keys) for run, rows in logs.items()}
+        for curve in training_log.CURVES:
+            by_run = {run: training_log.curve_lines(rows, curve.lines) for run, rows in logs.items()}
             lines = {f"{run}, {label}": line for run, phases in by_run.items() for label, line in phases.items()}
-            drawn.append(chart(title, lines))
+            drawn.append(chart(curve.title, lines, about=curve.about))
         if any(drawn):
             phases.append((name, list(filter(None, drawn))))
     return phases

@@ -3,9 +3,11 @@
 Rows of every transcripts.jsonl have the same form in the browser:
 
     {"from": "phase3", "at": "level 4", "env": "frozen_lake", "won": true, "end": "solved", "reward": 1.0, "turns": 3,
-     "length": 36, "invalid": 0, "facts": "...", "messages": [...], "actions": [["Up"], ...], "rewards": [0.0, ...],
-     "penalties": [...], "moments": [[-1, 0], [0, 1], ...], "frames": [17, 18, ...], "tokens": [{...}, ...]}
-`moments` are pairs of a turn and a picture, `frames` places among the page's pictures, `tokens` the figures that
+     "length": 36, "invalid": 0, "facts": "...", "messages": [...], "readable": true, "actions": [["Up"], ...],
+     "rewards": [0.0, ...], "penalties": [...], "moments": [[-1, 0], [0, 1], ...], "frames": [17, 18, ...],
+     "tokens": [{...}, ...]}
+`messages` are as messages.py describes them. `readable` says whether all that the model wrote is text. `moments` are
+pairs of a turn and a picture, `frames` places among the page's pictures, `tokens` the figures that
 monitoring/token_figures.py recorded.
 """
 
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.report.messages import is_readable, messages_of
 from posttrain.report.tables import Results
 from posttrain.types import Record
 
@@ -181,7 +184,7 @@ class Pictures:
 
 def browser_row(row: Record) -> Record:
     """Return a row of a transcripts.jsonl in the browser's form; missing values are None."""
-    messages = _messages(row)
+    messages = messages_of(row)
     turns = sum(message["role"] == "assistant" for message in messages)
     rewards, penalties = row.get("turn_rewards"), row.get("turn_penalties")
     tokens = _tokens(row, turns)
@@ -206,6 +209,7 @@ def browser_row(row: Record) -> Record:
         "invalid": _number(row.get("invalid_turns")),
         "facts": " · ".join(_facts(row)),
         "messages": messages,
+        "readable": all(is_readable(each["content"]) for each in messages if each["role"] == "assistant"),
         "rewards": _numbers(rewards),
         "penalties": _numbers(penalties),
         "tokens": tokens,
@@ -243,20 +247,12 @@ def list_moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]
 def _facts(row: Record) -> list[str]:
     """Return further keys of a row in words, and what each of several reward functions gave."""
     parts = row.get("reward_parts")
-    given = [f"{name} {value:g}" for name, value in parts.items()] if isinstance(parts, dict) and len(parts) > 1 else []
+    given = (
+        [f"{name} {value + 0.0:g}" for name, value in parts.items()]
+        if isinstance(parts, dict) and len(parts) > 1
+        else []
+    )
     return [words.format(row[key]) for key, words in FACTS if row.get(key) not in (None, "")] + given
-
-
-def _messages(row: Record) -> list[Record]:
-    """Return the messages and the answer of a row, or both answers of a preference pair."""
-    if "chosen" in row and "rejected" in row:
-        pair = [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in
-                (row["chosen"], row["rejected"])]  # fmt: skip
-        return [*pair[0], *(message for message in pair[1] if message["role"] == "assistant")]
-    messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in row.get("messages", [])]
-    if isinstance(row.get("text"), str):
-        messages.append({"role": "assistant", "content": row["text"]})
-    return messages
 
 
 def _tokens(row: Record, turns: int) -> list[Record] | None:

@@ -28,8 +28,9 @@ function stage({ columns, rows }, pictures) {
         const spoken = row.messages.filter((message) => message.role === "assistant");
         if (row.frames) picture.src = `data:image/png;base64,${pictures[row.frames[frame]]}`;
         picture.alt = `${title}, after ${turn + 1} of ${last} turns`;
-        words.textContent = turn < 0 ? "\u00a0" : spoken[turn].content.replace(/\s+/g, " ");
-        words.title = turn < 0 ? "" : spoken[turn].content;
+        const chosen = turn < 0 ? [] : (row.actions?.[turn] ?? []);
+        words.textContent = turn < 0 ? "\u00a0" : chosen.join(", ") || "no valid action";
+        words.title = turn < 0 || !row.readable ? "" : spoken[turn].content;
         end.replaceChildren(at >= last ? badge(row) : "");
       }
     });
@@ -42,6 +43,37 @@ function stage({ columns, rows }, pictures) {
   return [make("div", { className: "halves" }, ...blocks), bar];
 }
 
+// The menu of the sections: on a phone a button opens it; the section in sight is marked.
+function navigation(nav) {
+  const button = nav.querySelector("button");
+  const links = new Map([...nav.querySelectorAll("a")].map((link) => [link.hash.slice(1), link]));
+  const open = (yes) => button.setAttribute("aria-expanded", String(yes));
+  nav.classList.add("lively"); // without scripts all links are shown
+  button.addEventListener("click", () => open(button.getAttribute("aria-expanded") !== "true"));
+  nav.addEventListener("click", ({ target }) => {
+    if (!target.hash) return;
+    unfold(target.hash);
+    open(false);
+  });
+  nav.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    open(false);
+    button.focus();
+  });
+  document.addEventListener("click", ({ target }) => nav.contains(target) || open(false));
+  const sections = [...document.querySelectorAll("section[id]")].filter((section) => links.has(section.id));
+  const mark = () => {
+    const line = nav.getBoundingClientRect().bottom + 40;
+    const atEnd = innerHeight + scrollY >= document.documentElement.scrollHeight - 2;
+    const passed = sections.filter((section) => section.getBoundingClientRect().top <= line);
+    const now = links.get((atEnd && scrollY > 0 ? sections.at(-1) : passed.at(-1))?.id);
+    for (const link of links.values()) link === now ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current");
+    button.textContent = now ? `Sections: ${now.textContent}` : "Sections";
+  };
+  addEventListener("scroll", mark, { passive: true });
+  mark();
+}
+
 // A link to a folded section unfolds it.
 function unfold(place) {
   const fold = place && document.querySelector(`${place} > details.fold`);
@@ -49,15 +81,17 @@ function unfold(place) {
 }
 
 async function start() {
-  document.querySelector("nav")?.addEventListener("click", ({ target }) => unfold(target.hash));
+  document.querySelectorAll("nav").forEach(navigation);
   if (/^#s\d+$/.test(location.hash)) unfold(location.hash);
   document.querySelectorAll(".chart").forEach(livelyChart);
   const data = await unpack("data");
-  if (data.top) document.getElementById("top").append(...stage(data.top, data.pictures));
+  if (data.top) document.getElementById("stage").append(...stage(data.top, data.pictures));
   for (const place of document.querySelectorAll("[data-pair]")) {
     place.append(...data.pairs[place.dataset.pair].map((row) => episode(row, data.pictures)));
   }
-  document.getElementById("recorded")?.append(viewer(data.recorded, data.pictures));
+  const best = "highest reward first";
+  document.getElementById("recorded")?.append(viewer(data.recorded, data.pictures, document.querySelector(".rewards") && best));
+  document.getElementById("answered")?.append(viewer(data.answered, data.pictures, best));
   document.body.dataset.ready = "yes";
 }
 start();

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain import files
-from posttrain.report import sections, tables, training_log, verdict
+from posttrain.report import answers, sections, tables, training_log, verdict
 from posttrain.report.episodes import Pictures
 from posttrain.report.rendering import DAMAGED, TEMPLATES, render_page
 from posttrain.report.tables import NOT_ASKED, Results, percent, readable, span
 from posttrain.types import Record, UserError, one_line
 
-OPEN = ("phases", "results")  # sections that are not folded
+
+class Section(NamedTuple):
+    """A section of a page; `kind` is its macro in sections.html.j2. The page leaves out a section without content."""
+
+    title: str
+    short: str  # its name in the navigation
+    kind: str
+    found: Any  # what the macro shows
+    hint: str = ""  # what is in it, in a few words, beside the title
+    unfolded: bool = False
 
 
 def build(folder: Path) -> Path:
@@ -23,26 +33,43 @@ def build(folder: Path) -> Path:
     name, pictures = folder.resolve().name, Pictures()
     try:
         top = sections.first_levels(results, transcripts, pictures)
-        shown, episodes = _sections(results, transcripts, folder, pictures)
-        html = render_page(
-            "report.html.j2",
-            f"{name}: what each phase changed",
+        answered = sections.answered(results, transcripts)
+        examples = answers.good_and_bad(answered)
+        shown, episodes = _sections(results, transcripts, answered, examples, folder, pictures)
+        words = tables.task_words(results)
+        lead = f"{' → '.join(results['checkpoints'])}, on held-out questions and {words.levels}, the same for every"
+        html = render_report(
             {"top": top, **episodes, "pictures": pictures.coded},
-            *("player.js", "viewer.js", "charts.js", "page.js"),
+            shown,
             name=name,
-            words=tables.task_words(results),
-            checkpoints=list(results["checkpoints"]),
-            sections=[(f"s{number}", *each) for number, each in enumerate(shown) if each[-1]],
+            heading="What each phase changed",
+            lead=f"{lead} checkpoint. Intervals are at 95 %.",
+            examples=examples,
+            words=words,
             pictured=top is not None,
             colour=partial(tables.colour, results),
-            OPEN=OPEN,
-            SAMPLES=sections.SAMPLES,
         )
     except DAMAGED as error:
         raise UserError(f"{_damaged(folder)} (found {one_line(error)})") from error
     path = folder / "report.html"
     path.write_text(html, encoding="utf-8")
     return path
+
+
+def render_report(data: Record, shown: Sequence[Section], name: str, heading: str, **values: Any) -> str:
+    """Return the page of a run. data: for page.js. values: for report.html.j2."""
+    return render_page(
+        "report.html.j2",
+        f"{name}: {heading[:1].lower()}{heading[1:]}",
+        data,
+        *("player.js", "viewer.js", "charts.js", "page.js"),
+        name=name,
+        heading=heading,
+        sections=[(f"s{number}", each) for number, each in enumerate(shown) if each.found],
+        SAMPLES=sections.SAMPLES,
+        MOST_ANSWERS=sections.MOST_ANSWERS,
+        **values,
+    )
 
 
 def build_transcripts(file: Path) -> Path:
@@ -113,35 +140,54 @@ def _player(name: str, figures: Record) -> list[str]:
 
 
 def _sections(
-    results: Results, transcripts: list[Record], folder: Path, pictures: Pictures
-) -> tuple[list[tuple[str, str, Any]], Record]:
-    """Return (title, macro of sections.html.j2, what it shows) of each section, and the episodes for page.js.
-
-    The page leaves out a section without content.
-    """
+    results: Results,
+    transcripts: list[Record],
+    answered: list[Record],
+    examples: list[answers.Answer],
+    folder: Path,
+    pictures: Pictures,
+) -> tuple[list[Section], Record]:
+    """Return the sections, and the episodes for page.js."""
     folders = training_log.phase_folders(results, folder)
     steps = verdict.steps(folder, results, transcripts)
     same_level, pairs = sections.level_pairs(results, transcripts, pictures)
     recorded, words = training_log.recorded_episodes(folders, pictures), tables.task_words(results)
     environments = "environments, beside other players" if any(results["baselines"].values()) else words.levels
+    own = [row for row in answered if row["suite"] == "envs"] if sections.has_answers(results) else []
+    listed = sections.first_answers(own)
+    headline = sections.headline_table(results, steps, training_log.kept_steps(results, folders))
+    goals, cost = results.get("goals") or (), training_log.cost(results, folders)
+    curves, settings = training_log.curves(folders), list(tables.every_setting(results))
+    differences, benchmarks = sections.differences(results), list(tables.benchmark_rows(results))
+    reached = f"{sum(goal['reached'] for goal in goals)} of {len(goals)} reached"
+    count = sum(len(rows) for *_, rows in differences["steps"]) if differences else 0
     shown = [
-        ("In one sentence each", "phases", sections.phases(steps)),
-        ("Results", "results", sections.headline_table(results, steps, training_log.kept_steps(results, folders))),
-        ("Goals", "goals", results.get("goals")),
-        (f"The {environments}", "environments", sections.environments(results)),
-        (f"The same {words.level}, before and after", "levels", same_level),
-        (f"{words.episodes.capitalize()} recorded while training", "recorded", bool(recorded)),
-        ("Learning curves", "curves", training_log.curves(folders)),
-        ("Samples", "answers", sections.answers(results, transcripts)),
-        ("The data of phases 1 and 2", "data", training_log.data(folders)),
-        ("What it cost", "cost", training_log.cost(results, folders)),
-        ("Every paired difference", "differences", sections.differences(results)),
-        ("Every sampling setting", "settings", list(tables.every_setting(results))),
-        ("Standard benchmarks", "benchmarks", list(tables.benchmark_rows(results))),
-        ("What to type next", "commands", sections.commands(results, folder)),
-        ("How this was measured", "provenance", sections.provenance(results)),
+        Section("In one sentence each", "Summary", "phases", sections.phases(steps), unfolded=True),
+        Section("Results", "Results", "results", headline, unfolded=True),
+        Section("Answers by reward", "Answers", "by_reward", answers.by_reward(own, examples), unfolded=True),
+        Section("Calls and results", "Calls", "calls", answers.calls_table(own), unfolded=True),
+        Section("Every answer, with filters", "List", "answered", len(listed) and len(own), f"{len(listed):,} answers"),
+        Section("Goals", "Goals", "goals", goals, reached),
+        Section(f"The {environments}", "Tasks", "environments", sections.environments(results)),
+        Section(f"The same {words.level}, before and after", words.levels.capitalize(), "levels", same_level),
+        Section(
+            f"{words.episodes.capitalize()} recorded while training",
+            "Recorded",
+            "recorded",
+            bool(recorded),
+            f"{len(recorded):,} {words.episodes}",
+        ),
+        Section("Learning curves", "Curves", "curves", curves, training_log.count_of(curves)),
+        Section("Samples", "Samples", "answers", sections.answers(results, transcripts)),
+        Section("The data of phases 1 and 2", "Data", "data", training_log.data(folders)),
+        Section("What it cost", "Cost", "cost", cost, f"{cost['total']} of training" if cost else ""),
+        Section("Every paired difference", "Differences", "differences", differences, f"{count} figures"),
+        Section("Every sampling setting", "Settings", "settings", settings, f"{len(settings)} figures"),
+        Section("Standard benchmarks", "Benchmarks", "benchmarks", benchmarks, f"{len(benchmarks)} figures"),
+        Section("What to type next", "Commands", "commands", sections.commands(results, folder)),
+        Section("How this was measured", "Method", "provenance", sections.provenance(results)),
     ]
-    return shown, {"pairs": pairs, "recorded": recorded}
+    return shown, {"pairs": pairs, "recorded": recorded, "answered": listed}
 
 
 def read_run(folder: Path) -> tuple[Results, list[Record]]:
@@ -151,8 +197,8 @@ def read_run(folder: Path) -> tuple[Results, list[Record]]:
             continue
         if (folder / "metrics.jsonl").is_file():  # of a training run
             raise UserError(
-                f"{folder} is a training run, and a report needs an evaluation: `posttrain eval` with its checkpoints"
-                f" (docs/own.md). Its episodes alone: posttrain report {folder / 'transcripts.jsonl'}"
+                f"{folder} is a training run, and this needs an evaluation: `posttrain eval` with its checkpoints"
+                f" (docs/own.md). A page of the training itself: posttrain report {folder}"
             )
         raise UserError(f"{file} does not exist. `python evaluate_model.py output_dir={folder}` writes it.")
     remedy = f"Measure again: python evaluate_model.py output_dir={folder} --overwrite"

@@ -143,7 +143,13 @@ function turnsOf(row, jump) {
 }
 
 function seen(message) {
-  const text = make("p", { className: "seen", textContent: (message.role === "tool" ? "tool: " : "") + message.content });
+  if (message.role === "tool") {
+    const call = make("code", { textContent: message.call || "a call that cannot be read" });
+    const result = make("span", { className: "result", textContent: message.content });
+    return make("p", { className: message.failed ? "call failed" : "call" }, call, make("span", { textContent: "→", ariaHidden: "true" }), result);
+  }
+  const said = message.role === "example" ? "an answer in the prompt: " : "";
+  const text = make("p", { className: "seen", textContent: said + message.content });
   if (message.role !== "system") return text;
   return make("details", {}, make("summary", { textContent: "the rules it was told" }), text);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,16 @@ from typing import Any
 from posttrain.config import command
 from posttrain.metrics import Interval
 from posttrain.report import tables
-from posttrain.report.episodes import Pictures, evaluation_stage, played, with_pictures
+from posttrain.report.answers import folded, legible, shorten
+from posttrain.report.episodes import Pictures, browser_row, evaluation_stage, played, with_pictures
 from posttrain.report.tables import Column, Results, percent, readable
 from posttrain.report.verdict import Comparison
-from posttrain.types import Record
+from posttrain.types import Record, value_at
 
 LEVELS = 4  # of each kind in each environment; only the first is unfolded
 ON_TOP = {"base": "base model", "phase2": "SFT + DPO", "phase3": "SFT + DPO + RL"}  # if checkpoints have these names
 SAMPLES = 2  # prompts shown of each part
-SHOWN_CHARACTERS = 420  # of one answer
-OPENING_CHARACTERS = 160  # of an answer, shown before it is unfolded
+MOST_ANSWERS = 128  # of each checkpoint in the list of a run of prompts; transcripts.html has all
 Steps = Mapping[tuple[str, str], Sequence[Comparison]]  # each checkpoint against the one before it
 
 
@@ -231,20 +232,50 @@ def answers(results: Results, transcripts: Sequence[Record]) -> list[tuple[Any, 
                 rows_by_item.setdefault((row["part"], row["index"]), []).append(row)
         for (part, _), rows in rows_by_item.items():
             words = f"{title}, {_spaced(part)}" if part else title
-            answers_shown = [(row, *folded(shorten(row["text"]))) for row in rows]
+            answers_shown = [(row, *folded(shorten(legible(row["text"])))) for row in rows]
             samples.append((words, rows[0]["messages"], rows[0].get("answer"), answers_shown))
     return samples
 
 
-def shorten(words: str) -> str:
-    """Return the beginning of a long text with visible line breaks, since some models write a page of them."""
-    words = words.replace("\n", " ↵ ")
-    return words if len(words) <= SHOWN_CHARACTERS else words[:SHOWN_CHARACTERS] + " …"
+def answered(results: Results, transcripts: Sequence[Record]) -> list[Record]:
+    """Return the answers of the evaluation to questions and own prompts, for the browser, by checkpoint and then suite.
+
+    They are those under the headline settings, without crashed ones. Games are left out, unless they have tools or
+    there is nothing else.
+    """
+    envs = {env.get("label") or env["name"]: env for env in value_at(results["config"], "suites.envs.envs") or ()}
+    rows: dict[str, list[Record]] = {name: [] for name in results["checkpoints"]}
+    for row in transcripts:
+        entry = results["checkpoints"].get(row["checkpoint"], {}).get(row["suite"], {})
+        if row["suite"] in ("math", "envs"):
+            entry = entry.get(row["source"] if row["suite"] == "math" else row["part"], {})
+        if row["suite"] not in ("math", "recall", "envs") or row.get("crashed") or not entry:
+            continue
+        if entry.get("setting", "") == row["setting"]:
+            rows[row["checkpoint"]].append(row)
+    every = [row for part in rows.values() for row in part]
+    asked = [row for row in every if row["suite"] != "envs" or _is_answered(envs.get(row["part"], {}))]
+    return [browser_row(row) | {"suite": row["suite"]} for row in asked or every]
 
 
-def folded(words: str) -> tuple[str, str]:
-    """Return the visible beginning of a text and its folded rest."""
-    return words[:OPENING_CHARACTERS], words[OPENING_CHARACTERS:]
+def has_answers(results: Results) -> bool:
+    """Return whether an environment of the evaluation asks own prompts or has tools."""
+    return any(map(_is_answered, value_at(results["config"], "suites.envs.envs") or ()))
+
+
+def first_answers(rows: Sequence[Record]) -> list[Record]:
+    """Return the first MOST_ANSWERS of each checkpoint, in the same order."""
+    counts: Counter[str] = Counter()
+    shown = list[Record]()
+    for row in rows:
+        counts[row["from"]] += 1
+        if counts[row["from"]] <= MOST_ANSWERS:
+            shown.append(row)
+    return shown
+
+
+def _is_answered(env: Record) -> bool:
+    return env.get("name") == "prompts" or bool(env.get("tools"))
 
 
 def commands(results: Results, folder: Path) -> list[tuple[str, str]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from posttrain import files
 from posttrain.config import parse_yaml
@@ -18,25 +20,107 @@ from posttrain.report.tables import Results
 from posttrain.runtime import checkpoint, runlog
 from posttrain.types import Record, UserError, one_line
 
-# Curves by title: (key in metrics.jsonl, label); `*` stands for the name of an environment.
-CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    ("Loss", (("loss", "training"), ("eval_loss", "held out"))),
-    ("Next token right", (("mean_token_accuracy", "training"), ("eval_mean_token_accuracy", "held out"))),
-    (
+
+class Curve(NamedTuple):
+    """A chart of figures in metrics.jsonl; `*` in a key stands for a part of it, which is then the line's label."""
+
+    title: str
+    about: str  # what the figure is and which way is good, in a sentence
+    lines: tuple[tuple[str, str], ...]  # (key, label), ...
+
+
+CURVES = (
+    Curve(
+        "Loss",
+        "What training makes smaller; a fall on trained rows with a rise on held-out ones means that it memorises.",
+        (("loss", "training"), ("eval_loss", "held out")),
+    ),
+    Curve(
+        "Next token right",
+        "The share of tokens that the model finds the most likely ones; it should rise and then flatten.",
+        (("mean_token_accuracy", "training"), ("eval_mean_token_accuracy", "held out")),
+    ),
+    Curve(
         "Reward accuracy, against the reference",
+        "The share of pairs in which the chosen answer has become likelier than the rejected one, compared with the"
+        " start; it should rise.",
         (("rewards/accuracies", "training"), ("eval_rewards/accuracies", "held out")),
     ),
-    ("Reward margin, against the reference", (("rewards/margins", "training"), ("eval_rewards/margins", "held out"))),
-    ("Success in validation", (("evaluation/*/success", "*"),)),
-    ("Success while training", (("rollout/*/success", "*"),)),
-    ("Std of the reward in a group", (("rollout/in_group_std", "mean over groups"),)),
-    ("Groups whose rewards are all equal", (("rollout/zero_variance_groups", "share"),)),
-    ("Entropy", (("policy/entropy", "of trained tokens"), ("entropy", "of trained tokens"))),
-    ("KL to the rollout's policy", (("policy/kl_to_old", "per token"),)),
-    ("Norm of the gradient", (("policy/grad_norm", "policy"), ("grad_norm", "before clipping"))),
-    ("Invalid turns", (("rollout/invalid_turns", "share"),)),
-    ("Tokens per turn", (("rollout/response_tokens", "training"),)),
+    Curve(
+        "Reward margin, against the reference",
+        "How far the chosen answer has moved away from the rejected one, in nats times beta; it should rise and then"
+        " flatten.",
+        (("rewards/margins", "training"), ("eval_rewards/margins", "held out")),
+    ),
+    Curve(
+        "Success in validation",
+        "The share of held-out tasks that are solved; this figure chooses the policy that is kept.",
+        (("evaluation/*/success", "*"),),
+    ),
+    Curve(
+        "Success while training",
+        "The share of sampled episodes that succeed; it should rise.",
+        (("rollout/*/success", "*"),),
+    ),
+    Curve(
+        "Mean of each reward function",
+        "What each function gave on average, before its weight; one that falls is outweighed by the others.",
+        (("rollout/*/reward_*", "*"),),
+    ),
+    Curve(
+        "Calls of tools per episode",
+        "How often the model calls a tool before it answers; at 0 it answers without tools.",
+        (("rollout/tool_calls", "calls"),),
+    ),
+    Curve(
+        "Calls that failed",
+        "The share of calls that were answered with an error; it should fall.",
+        (("rollout/failed_tool_calls", "share"),),
+    ),
+    Curve(
+        "Std of the reward in a group",
+        "How much the samples of one task differ in reward: what there is to learn from; near 0 nothing is left.",
+        (("rollout/in_group_std", "mean over groups"),),
+    ),
+    Curve(
+        "Groups whose rewards are all equal",
+        "The share of tasks whose samples all earn the same: they teach nothing.",
+        (("rollout/zero_variance_groups", "share"),),
+    ),
+    Curve(
+        "Entropy",
+        "How undecided the model is about the next token, in nats; a fall to 0 means that it no longer explores.",
+        (("policy/entropy", "of trained tokens"), ("entropy", "of trained tokens")),
+    ),
+    Curve(
+        "KL to the rollout's policy",
+        "How far an update moves the policy away from the one that sampled, in nats a token; it should stay small.",
+        (("policy/kl_to_old", "per token"),),
+    ),
+    Curve(
+        "Norm of the gradient",
+        "The size of a step's gradient before clipping; single peaks are clipped, a lasting rise means instability.",
+        (("policy/grad_norm", "policy"), ("grad_norm", "training")),
+    ),
+    Curve(
+        "Invalid turns",
+        "The share of turns that are not in the form that is asked for; it should fall.",
+        (("rollout/invalid_turns", "share"),),
+    ),
+    Curve(
+        "Tokens per turn",
+        "How long an answer is; growth up to the limit of tokens often means that answers are cut off.",
+        (("rollout/response_tokens", "training"),),
+    ),
 )
+# What a part of phase 2's loss is, by its name in TRL's DPOConfig.
+LOSS_PARTS = {
+    "sigmoid": "DPO’s loss of a pair, which is ln 2 = 0.69 as long as the model equals its reference, and falls as the"
+    " chosen answer becomes likelier than the rejected one",
+    "sft": "the mean negative log-likelihood of the chosen answers’ tokens, as in phase 1",
+    "hinge": "a hinge loss of the margin, which is 1 as long as the model equals its reference",
+    "ipo": "the squared distance of the margin from 1 / (2 beta)",
+}
 MOST_PICTURES = 4000  # of a page, so that it can be mailed; only the latest episodes have pictures
 REMEDY = "Remove that line (the others are kept), then go on."
 
@@ -70,8 +154,8 @@ def kept_steps(results: Results, folders: dict[str, Path | None]) -> dict[str, t
 
 def curves(
     folders: dict[str, Path | None],
-) -> list[tuple[str, Path, list[Chart], bool, list[Record] | None]]:
-    """Return (checkpoint, metrics.jsonl, charts, whether they are of preference pairs, alarms) of each phase.
+) -> list[tuple[str, Path, list[Chart], str, list[Record] | None]]:
+    """Return (checkpoint, metrics.jsonl, charts, what the loss of pairs is made of, alarms) of each phase.
 
     The alarms are None if the phase does not have an alarms.jsonl.
     """
@@ -82,14 +166,25 @@ def curves(
         file, kept = place / "metrics.jsonl", place / "alarms.jsonl"
         rows = runlog.read_metrics(file)
         alarms = runlog.read_metrics(kept) if kept.is_file() else None
-        pairs = any(key.startswith("rewards/") for row in rows for key in row)
-        phases.append((name, file, drawn(rows, alarms or ()), pairs, alarms))
+        found, pairs = drawn(rows, alarms or ()), ""
+        if any(key.startswith("rewards/") for row in rows for key in row):
+            short, pairs = loss_of_pairs(place)
+            made = f"{short}, as explained above. " if short else "Explained above. "
+            found = [each._replace(about=made + each.about) if each.title == "Loss" else each for each in found]
+        phases.append((name, file, found, pairs, alarms))
     return phases
+
+
+def count_of(phases: Sequence[tuple[str, Path, list[Chart], str, list[Record] | None]]) -> str:
+    """Return how many charts and alarms `curves` found: `12 charts, 1 alarm`."""
+    drawn_charts, raised = sum(len(each[2]) for each in phases), sum(len(each[4] or ()) for each in phases)
+    words = f"{drawn_charts} chart{'s' * (drawn_charts != 1)}"
+    return words + (f", {raised} alarm{'s' * (raised != 1)}" if raised else "")
 
 
 def drawn(rows: Sequence[Record], alarms: Sequence[Record] = ()) -> list[Chart]:
     """Return the charts of CURVES that these rows have values for."""
-    drawn_charts = (charts.chart(title, curve_lines(rows, keys), alarms) for title, keys in CURVES)
+    drawn_charts = (charts.chart(each.title, curve_lines(rows, each.lines), alarms, each.about) for each in CURVES)
     return [chart for chart in drawn_charts if chart]
 
 
@@ -100,8 +195,34 @@ def curve_lines(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict
         for key, value in row.items():
             matches = fnmatchcase(key, pattern) and key.count("/") == pattern.count("/")  # `*` is one part
             if matches and isinstance(value, int | float) and math.isfinite(value):
-                lines.setdefault(key.split("/")[1] if label == "*" else label, []).append((row["step"], value))
+                lines.setdefault(_label(key, pattern) if label == "*" else label, []).append((row["step"], value))
     return {label.replace("_", " "): line for label, line in lines.items()}
+
+
+def _label(key: str, pattern: str) -> str:
+    """Return what stands for the stars: ("rollout/sums/reward_math", "rollout/*/reward_*") -> sums, math."""
+    matched = re.fullmatch(re.escape(pattern).replace(r"\*", "(.*)"), key)
+    return ", ".join(matched.groups()) if matched else key
+
+
+def loss_of_pairs(place: Path) -> tuple[str, str]:
+    """Return what phase 2's loss is made of, short and in a sentence, from the run_config.yaml beside its metrics."""
+    config = place / "run_config.yaml"
+    try:
+        trainer = parse_yaml(config.read_text(encoding="utf-8")).get("trainer") or {}
+        names = trainer.get("loss_type") or ["sigmoid"]
+        names = [names] if isinstance(names, str) else list(map(str, names))
+        weights = [float(weight) for weight in trainer.get("loss_weights") or [1.0] * len(names)]
+    except (OSError, ValueError, TypeError, AttributeError):  # an older or copied run: what can be said of any
+        about = f"The loss is about pairs of answers: {LOSS_PARTS['sigmoid']}. Other parts of `loss_type` are added."
+        return "", about
+    parts = [
+        f"{weight:g} × {name}" + (f" ({LOSS_PARTS[name]})" if name in LOSS_PARTS else "")
+        for name, weight in zip(names, weights, strict=False)
+    ]
+    tail = " So it can stay far above 0.69." if "sft" in names else ""
+    short = " + ".join(f"{weight:g} × {name}" for name, weight in zip(names, weights, strict=False))
+    return short, f"The loss of a pair is {' + '.join(parts)}.{tail}"
 
 
 def recorded(file: Path, pictures: Pictures) -> list[Record]:

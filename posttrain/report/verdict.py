@@ -5,8 +5,8 @@ paired and hold simultaneously at 95 % (Bonferroni), also for few items: an inte
 rejects zero (`metrics.paired_interval`). If it includes zero, the page says how many items would show a difference of
 this size, or of 5 points if both are equal: a normal approximation with 80 % power.
 
-A figure of several kinds of problems can hide a change of one kind. So if the verdict on the whole is “cannot tell”,
-the parts that changed are named, each at 95 % separately.
+A figure of several kinds of problems can hide a change of one kind, as success can hide fewer failures. So if the
+verdict on the whole is “cannot tell”, the parts that changed are named, each at 95 % separately.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ class Model(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A kind of item within a figure: Part("unseen operands", (0.45, 0.375), Interval(-0.075, -0.118, -0.031))."""
+    """A kind of item within a figure, or another side of it: how often episodes failed, repetition at equal length.
+
+    Part("unseen operands", (0.45, 0.375), Interval(-0.075, -0.118, -0.031), "accuracy")
+    """
 
     title: str
     values: tuple[float, float]
     change: Interval
+    metric: str
 
 
 class Comparison(NamedTuple):
@@ -67,22 +71,24 @@ class Comparison(NamedTuple):
     @property
     def verdict(self) -> str:
         """Return better, worse or cannot tell; if only parts changed, `better in part`, `worse in part` or mixed."""
-        if (whole := self._kind(self.change)) != "cannot tell":
+        if (whole := _kind(self.change, self.column.metric)) != "cannot tell":
             return whole
-        kinds = {self._kind(part.change) for part in self.parts} - {"cannot tell"}
+        kinds = {_kind(part.change, part.metric) for part in self.parts} - {"cannot tell"}
         return "mixed" if len(kinds) > 1 else f"{kinds.pop()} in part" if kinds else whole
 
     @property
     def changed_parts(self) -> dict[str, list[Part]]:
         """Return the parts that are better and those that are worse, if the whole cannot tell."""
-        if self._kind(self.change) != "cannot tell":
+        if _kind(self.change, self.column.metric) != "cannot tell":
             return {"better": [], "worse": []}
-        return {kind: [part for part in self.parts if self._kind(part.change) == kind] for kind in ("better", "worse")}
+        kinds = [(part, _kind(part.change, part.metric)) for part in self.parts]
+        return {word: [part for part, kind in kinds if kind == word] for word in ("better", "worse")}
 
-    def _kind(self, change: Interval) -> str:
-        if change.low <= 0 <= change.high:
-            return "cannot tell"
-        return "better" if (change.value > 0) != less_is_better(self.column.metric) else "worse"
+
+def _kind(change: Interval, metric: str) -> str:
+    if change.low <= 0 <= change.high:
+        return "cannot tell"
+    return "better" if (change.value > 0) != less_is_better(metric) else "worse"
 
 
 def compare_models(before: Model, after: Model) -> list[Comparison]:
@@ -183,7 +189,7 @@ def compare_rows(column: Column, pairs: list[tuple[Record, Record]], tail: float
 
 
 def _parts(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) -> list[Part]:
-    """Return the figure by kind of item; [] if there is only one kind."""
+    """Return the figure by kind of item if there are several kinds, and its other sides."""
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for old, new in pairs:
         by_kind.setdefault(old.get("part", ""), []).append((float(old[column.metric]), float(new[column.metric])))
@@ -191,8 +197,27 @@ def _parts(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) ->
     for kind, values in by_kind.items() if len(by_kind) > 1 else ():
         old, new = map(list, zip(*values, strict=True))
         change = metrics.paired_interval(old, new, seed, ROUNDS)
-        parts.append(Part(kind.replace("_", " "), (fmean(old), fmean(new)), change))
-    return parts
+        parts.append(Part(kind.replace("_", " "), (fmean(old), fmean(new)), change, column.metric))
+    return parts + _other_sides(column, pairs, seed)
+
+
+def _other_sides(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) -> list[Part]:
+    """Return how often episodes ended in a failure, and repetition at equal length, if the rows hold them."""
+    rows = [row for pair in pairs for row in pair]
+    if column.suite == "envs" and all("failed" in row for row in rows):
+        if all(bool(row["failed"]) != bool(row[column.metric]) for row in rows):
+            return []  # whatever is not solved has failed: the same figure again
+        metric, title = "failed", "ended in a failure"
+        levels = [old.get("level", number) for number, (old, _) in enumerate(pairs)]
+        before, after = (metrics.means_of_levels([float(p[side][metric]) for p in pairs], levels) for side in (0, 1))
+    elif column.suite == "repetition" and all("ids" in row for row in rows):
+        metric, title = "equal_length", "at equal length"
+        cut = metrics.at_equal_length([old["ids"] for old, _ in pairs], [new["ids"] for _, new in pairs])
+        before, after = ([metrics.seq_rep_n(ids) for ids in side] for side in cut)
+    else:
+        return []
+    change = metrics.paired_interval(before, after, seed, ROUNDS)
+    return [Part(title, (fmean(before), fmean(after)), change, metric)]
 
 
 def _needed(differences: Sequence[float], value: float, tail: float) -> int:

@@ -3,8 +3,10 @@
 const ROW = 52; // pixels; .rows button in page.css has the same
 const NUMBERS = { reward: "reward", turns: "turns", length: "tokens", invalid: "invalid turns" };
 
-// rows: as posttrain/report/episodes.py writes them. Returns an element.
-function viewer(rows, pictures) {
+// rows: as posttrain/report/episodes.py writes them. ordered: by what, at first. Returns an element.
+let viewers = 0;
+function viewer(rows, pictures, ordered = "") {
+  const prefix = `viewer-${(viewers += 1)}-row`;
   const words = rows.map(() => null); // what the text filter searches, made when it is first asked
   const text = (number) => (words[number] ??= [rows[number].at, rows[number].facts, rows[number].end, ...rows[number].messages.map((m) => m.content)].join("\n").toLowerCase());
   const tests = [];
@@ -37,7 +39,11 @@ function viewer(rows, pictures) {
   const orders = { "as recorded": () => 0, "highest reward first": (a, b) => reward(b) - reward(a), "lowest reward first": (a, b) => reward(a) - reward(b) };
   const reward = (number) => rows[number].reward ?? -Infinity;
   const order = make("select", { name: "order" }, ...Object.keys(orders).map((name) => new Option(name)));
-  if (new Set(rows.map((row) => row.reward)).size > 1) field("order", order);
+  if (new Set(rows.map((row) => row.reward)).size > 1) {
+    field("order", order);
+    if (ordered) order.value = ordered;
+    for (const option of order.options) option.defaultSelected = option.selected; // what "show all" goes back to
+  }
   const clear = make("button", { type: "reset", textContent: "show all", onclick: () => setTimeout(apply) });
   const count = make("output", { className: "count" });
   filters.append(clear, count);
@@ -54,13 +60,13 @@ function viewer(rows, pictures) {
     const last = Math.min(found.length, first + Math.ceil(list.clientHeight / ROW) + 6);
     space.style.height = `${found.length * ROW}px`;
     space.replaceChildren(...Array.from({ length: last - first }, (_, offset) => line(first + offset)));
-    list.setAttribute("aria-activedescendant", `row-${chosen}`);
+    list.setAttribute("aria-activedescendant", `${prefix}-${chosen}`);
   };
   const line = (place) => {
     const row = rows[found[place]];
     const made = make(
       "div",
-      { className: "row", role: "option", id: `row-${place}`, ariaSelected: String(place === chosen), onclick: () => select(place) },
+      { className: "row", role: "option", id: `${prefix}-${place}`, ariaSelected: String(place === chosen), onclick: () => select(place) },
       make("span", { textContent: row.at }),
       badge(row),
       make("small", { textContent: [row.env, row.reward === null ? "" : `reward ${signed(row.reward)}`, `${row.turns} turn${row.turns === 1 ? "" : "s"}`, row.length === null ? "" : `${row.length} tokens`].filter(Boolean).join(" · ") }),

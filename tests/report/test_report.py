@@ -34,6 +34,7 @@ from posttrain.evaluation.quickstart_goals import goals
 from posttrain.report import (
     __main__ as report_command,
     animation,
+    answers,
     charts,
     comparison,
     sections,
@@ -491,10 +492,10 @@ def test_levels_are_counted_by_who_solved_them(rows: Rows, results: Record, html
 
 
 def test_long_answers_are_cut_and_folded() -> None:
-    assert sections.folded("short <b>") == ("short <b>", "")
-    opening, rest = sections.folded("a<" * 200)
-    assert opening + rest == "a<" * 200 and len(opening) == sections.OPENING_CHARACTERS
-    assert sections.shorten("a\nb") == "a ↵ b" and len(sections.shorten("\n" * 5000)) == sections.SHOWN_CHARACTERS + 2
+    assert answers.folded("short <b>") == ("short <b>", "")
+    opening, rest = answers.folded("a<" * 200)
+    assert opening + rest == "a<" * 200 and len(opening) == answers.OPENING_CHARACTERS
+    assert answers.shorten("a\nb") == "a ↵ b" and len(answers.shorten("\n" * 5000)) == answers.SHOWN_CHARACTERS + 2
 
 
 def test_a_checkpoint_that_failed_is_named_everywhere(run: Path, tmp_path: Path) -> None:

@@ -187,15 +187,23 @@ def test_the_report_is_readable_on_any_screen(visit: Callable[..., Any], run: Pa
 def test_the_report_is_short_and_a_link_unfolds_a_section(visit: Callable[..., Any], run: Path, width: int) -> None:
     page = visit(run / "report.html", width, folded=True)
     assert page.evaluate("document.documentElement.scrollHeight") <= 6000
-    links = page.locator("nav a")
-    assert links.count() == page.locator("section[id^=s]").count() > 8
+    links, menu = page.locator("nav a"), page.locator("nav button")
+    assert links.count() == page.locator("section[id^='s']:not(#stage)").count() > 8
+    assert menu.is_visible() == (width < 500)
     curves = page.locator("section").filter(has=page.locator("h2", has_text="Learning curves"))
-    assert not curves.locator(".chart").first.is_visible() and links.first.is_visible()
+    assert not curves.locator(".chart").first.is_visible() and links.first.is_visible() == (width > 500)
     for _ in range(2):  # also when it is where the page already is
-        links.filter(has_text="Learning curves").click()
+        if width < 500:
+            menu.click()
+        links.filter(has_text="Curves").click()
         assert curves.locator(".chart").first.is_visible()
         playwright.expect(curves.locator("h2")).to_be_in_viewport()
-        assert links.first.is_visible(), "it stays at the top"
+        playwright.expect(page.locator("nav a[aria-current]")).to_have_text("Curves")
+        playwright.expect(menu).to_have_text("Sections: Curves")
+        shown = menu if width < 500 else links.first
+        playwright.expect(shown).to_be_in_viewport()  # it stays at the top
+        heading, bar = curves.locator("h2").bounding_box(), page.locator("nav").bounding_box()
+        assert heading["y"] >= bar["y"] + bar["height"], "nothing lies under the bar"
         curves.locator("summary").first.click()
         assert not curves.locator(".chart").first.is_visible()
     address = page.url
@@ -203,6 +211,25 @@ def test_the_report_is_short_and_a_link_unfolds_a_section(visit: Callable[..., A
     page.goto(address)
     page.wait_for_selector("body[data-ready]")
     assert curves.locator(".chart").first.is_visible()
+
+
+@pytest.mark.thorough
+def test_the_menu_of_a_phone_by_touch_and_keyboard(visit: Callable[..., Any], run: Path) -> None:
+    page = visit(run / "report.html", width=390, folded=True)
+    menu, links = page.locator("nav button"), page.locator("nav a")
+    assert menu.get_attribute("aria-expanded") == "false" and not links.first.is_visible()
+    menu.tap()
+    assert menu.get_attribute("aria-expanded") == "true"
+    heights = [link.bounding_box()["height"] for link in links.all()]
+    assert min(heights) >= 40, "a finger meets it"
+    page.touchscreen.tap(195, 890)  # beside it
+    assert not links.first.is_visible()
+    menu.focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == links.first.inner_text() == "Summary"
+    page.keyboard.press("Escape")
+    assert not links.first.is_visible() and page.evaluate("document.activeElement.tagName") == "BUTTON"
 
 
 def test_the_first_thing_seen_is_the_model_before_and_after(visit: Callable[..., Any], run: Path) -> None:
@@ -222,6 +249,12 @@ def test_the_first_thing_seen_is_the_model_before_and_after(visit: Callable[...,
     assert top.locator(".badge").count() == 6, "each says how it ended"
     top.get_by_label("test level").select_option("1")
     assert slider(top).startswith("0 / ")
+    top.get_by_label("one step on").click()
+    words = top.locator(".words1").all_inner_texts()
+    assert words[0] == "no valid action" and words[2] in ("Up", "Down", "Left", "Right"), "no tags, no bytes"
+    good, bad = top.locator(".told").all()
+    assert good.locator("h3").inner_text().split("\n")[0].startswith("A good answer")
+    assert good.locator(".badge").inner_text() == "right" and bad.locator(".badge").inner_text() == "wrong"
 
 
 def test_a_film_plays_pauses_and_rests_at_its_end(visit: Callable[..., Any], run: Path) -> None:
