@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from posttrain.report.messages import EXAMPLE, NO_TEXT, beside_calls, is_readable
+from posttrain.report.messages import EXAMPLE, NO_TEXT, beside_calls, is_text
 from posttrain.report.tables import percent
 from posttrain.types import Record
 
@@ -56,8 +56,8 @@ def folded(words: str) -> tuple[str, str]:
 
 
 def legible(words: str) -> str:
-    """Return a text, or a word in its place if it holds bytes that are no text."""
-    return words if not words.strip() or is_readable(words) else f"({NO_TEXT})"
+    """Return a text, or words in its place if it holds bytes that are no text."""
+    return words if is_text(words) else f"({NO_TEXT})"
 
 
 def answer_of(row: Record, title: str = "") -> Answer:
@@ -200,8 +200,13 @@ def groups(rows: Sequence[Record], besides: str) -> list[tuple[str, str, list[An
 # ------------------------------------------------------------------------------------------------ calls and results
 
 
-def calls_table(rows: Sequence[Record]) -> list[tuple[str, list[tuple[str, int, str, str]], str]]:
-    """Return (column, [(tool, calls, failed, its most frequent error)], what calls are worth); [] without calls."""
+def calls_table(
+    rows: Sequence[Record], programs: bool = False
+) -> list[tuple[str, list[tuple[str, int, str, str]], str]]:
+    """Return (column, [(tool, calls, failed, its most frequent error)], what calls are worth); [] without calls.
+
+    programs: the rows are episodes of agent programs, whose requests are counted as well.
+    """
     table = []
     for title, part in columns_of(rows):
         results = [message for row in part for message in row["messages"] if message["role"] == "tool"]
@@ -211,7 +216,11 @@ def calls_table(rows: Sequence[Record]) -> list[tuple[str, list[tuple[str, int, 
             errors = Counter(shorten(message["content"])[:OPENING_CHARACTERS] for message in mine if message["failed"])
             failed = f"{errors.total()} ({percent(errors.total() / len(mine))})" if errors else "none"
             tools.append((tool or "cannot be read", len(mine), failed, errors.most_common(1)[0][0] if errors else ""))
-        table.append((title, tools, _worth(part)))
+        if programs:
+            crashed = sum(row["end"] == "crashed" for row in part)
+            failed = f"{crashed} of {len(part)} programs crashed" if crashed else "none"
+            tools.insert(0, ("requests of the program", sum(row["turns"] for row in part), failed, ""))
+        table.append((title, tools, _worth(part) if results or not programs else _requests(part)))
     return table if any(tools for _, tools, _ in table) else []
 
 
@@ -224,6 +233,16 @@ def _worth(rows: Sequence[Record]) -> str:
         if judged:
             kind = "with a call" if with_calls else "without a call"
             words.append(f"{sum(judged)} of {len(judged)} answers {kind} are right")
+    return "; ".join(words)
+
+
+def _requests(rows: Sequence[Record]) -> str:
+    """Return how many requests programs made whose answer is right, and the others."""
+    words = list[str]()
+    for won, kind in ((True, "right"), (False, "wrong")):
+        turns = [row["turns"] for row in rows if row["won"] is won and row["end"] != "crashed"]
+        if turns:
+            words.append(f"{sum(turns) / len(turns):.1f} requests for an answer that is {kind} ({len(turns)})")
     return "; ".join(words)
 
 

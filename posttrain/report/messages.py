@@ -100,9 +100,10 @@ def beside_calls(text: str) -> str:
 
 def is_readable(text: str) -> bool:
     """Return whether a text has letters or digits, and nothing that is no text, as bytes that are no character."""
-    strange = any(mark == "\ufffd" or unicodedata.category(mark) in ("Cc", "Cn", "Co", "Cs") for mark in _plain(text))
-    return not strange and any(map(str.isalnum, text))
+    return is_text(text) and any(map(str.isalnum, text))
 
 
-def _plain(text: str) -> str:
-    return text.translate(dict.fromkeys(map(ord, "\n\t\r")))
+def is_text(text: str) -> bool:
+    """Return whether every character is one that can be read, also punctuation."""
+    plain = text.translate(dict.fromkeys(map(ord, "\n\t\r")))
+    return not any(mark == "\ufffd" or unicodedata.category(mark) in ("Cc", "Cn", "Co", "Cs") for mark in plain)

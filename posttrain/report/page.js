@@ -63,7 +63,7 @@ function navigation(nav) {
   document.addEventListener("click", ({ target }) => nav.contains(target) || open(false));
   const sections = [...document.querySelectorAll("section[id]")].filter((section) => links.has(section.id));
   const mark = () => {
-    const line = nav.getBoundingClientRect().bottom + 40;
+    const line = nav.getBoundingClientRect().bottom + 60;
     const atEnd = innerHeight + scrollY >= document.documentElement.scrollHeight - 2;
     const passed = sections.filter((section) => section.getBoundingClientRect().top <= line);
     const now = links.get((atEnd && scrollY > 0 ? sections.at(-1) : passed.at(-1))?.id);

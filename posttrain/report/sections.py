@@ -263,6 +263,11 @@ def has_answers(results: Results) -> bool:
     return any(map(_is_answered, value_at(results["config"], "suites.envs.envs") or ()))
 
 
+def has_programs(results: Results) -> bool:
+    """Return whether agent programs were evaluated."""
+    return any(value_at(env, "options.agent") for env in value_at(results["config"], "suites.envs.envs") or ())
+
+
 def first_answers(rows: Sequence[Record]) -> list[Record]:
     """Return the first MOST_ANSWERS of each checkpoint, in the same order."""
     counts: Counter[str] = Counter()

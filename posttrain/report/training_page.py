@@ -32,13 +32,12 @@ def build_training(folder: Path) -> Path:
     try:
         metrics = runlog.read_metrics(folder / "metrics.jsonl")
         examples = answers.good_and_bad(recorded)
-        agents = any(value_at(env, "options.agent") for env in config.get("envs") or ())
         html = render_report(
             {"top": None, "pairs": [], "recorded": recorded, "answered": [], "pictures": pictures.coded},
             _sections(folder, name, config, metrics, recorded, examples),
             name=name,
             heading="What training changed",
-            lead=_lead(config, metrics, agents),
+            lead=_lead(config, metrics),
             examples=examples,
             words=words,
             pictured=False,
@@ -71,14 +70,18 @@ def _words(config: Record) -> Words:
     return words_of(names) if names else OF_GAMES
 
 
-def _lead(config: Record, metrics: Sequence[Record], agents: bool) -> str:
+def _has_programs(config: Record) -> bool:
+    return any(value_at(env, "options.agent") for env in config.get("envs") or ())
+
+
+def _lead(config: Record, metrics: Sequence[Record]) -> str:
     model, last = value_at(config, "model.name_or_path"), max((row["step"] for row in metrics), default=0)
     envs = ", ".join(str(env.get("label") or env["name"]) for env in config.get("envs") or ())
     tools = ", ".join(dict.fromkeys(tool for env in config.get("envs") or () for tool in env.get("tools") or ()))
     parts = [f"{last:,} step{'s' * (last != 1)}", f"from {model}" if model else "", f"on {envs}" if envs else ""]
     lead = " ".join(filter(None, parts)) + "."
     lead += f" The model may call {tools}." if tools else ""
-    return lead + (" Programs ask the model: what they send after an answer is theirs." if agents else "")
+    return lead + (" A program asks the model, and sends what follows an answer." if _has_programs(config) else "")
 
 
 def _sections(
@@ -105,7 +108,7 @@ def _sections(
         Section(
             "Answers by reward", "Answers", "by_reward", answers.by_reward(done, examples) if asked else {}, "", True
         ),
-        Section("Calls and results", "Calls", "calls", answers.calls_table(done), "", True),
+        Section("Calls and results", "Calls", "calls", answers.calls_table(done, _has_programs(config)), "", True),
         Section(
             f"{words.episodes.capitalize()} recorded while training",
             "Recorded",

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_answers import answered, called, training_run
 from test_report import build_run, hostile_pages
 
 from envs import make
@@ -23,6 +24,7 @@ from envs.protocol import Protocol, format_response
 from posttrain import report
 from posttrain.report import comparison
 from posttrain.report.page import build_transcripts
+from posttrain.report.training_page import build_training
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -188,7 +190,7 @@ def test_the_report_is_short_and_a_link_unfolds_a_section(visit: Callable[..., A
     page = visit(run / "report.html", width, folded=True)
     assert page.evaluate("document.documentElement.scrollHeight") <= 6000
     links, menu = page.locator("nav a"), page.locator("nav button")
-    assert links.count() == page.locator("section[id^='s']:not(#stage)").count() > 8
+    assert links.count() == page.locator("section[id^=s]").count() > 8
     assert menu.is_visible() == (width < 500)
     curves = page.locator("section").filter(has=page.locator("h2", has_text="Learning curves"))
     assert not curves.locator(".chart").first.is_visible() and links.first.is_visible() == (width > 500)
@@ -246,7 +248,7 @@ def test_the_first_thing_seen_is_the_model_before_and_after(visit: Callable[...,
     assert pictures.nth(2).get_attribute("src") == first
     count = int(slider(top).split("/")[1])
     top.locator("input[type=range]").fill(str(count))
-    assert top.locator(".badge").count() == 6, "each says how it ended"
+    assert top.locator("#stage .badge").count() == 6, "each says how it ended"
     top.get_by_label("test level").select_option("1")
     assert slider(top).startswith("0 / ")
     top.get_by_label("one step on").click()
@@ -438,6 +440,88 @@ def test_every_control_is_reached_and_named(visit: Callable[..., Any], run: Path
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.tagName"))
     assert {"A", "SELECT", "BUTTON", "INPUT", "OL"} <= reached
+
+
+# ------------------------------------------------------------------------------------ runs of prompts, tools, agents
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pages of training runs that are not evaluated: of prompts, of a tool, of an agent program."""
+    folder = tmp_path_factory.mktemp("asked")
+    rows = [answered(f"It is {7 + n % 2}. {HOSTILE}", 1.0 - n % 2, step) for step in (1, 2) for n in range(4)]
+    calls = [called("7", 1.0), called("Error: no number " * 9, 0.0), called("8", 0.0, 2), called("7", 1.0, 2)]
+    program = answered("Final: 7", 1.0) | {"actions": ["Ask 4 + 3", "Final: 7"], "turn_rewards": [0.0, 1.0]}
+    said = [("user", "1 + 1?"), ("assistant", "Final: 2"), ("user", "What is 4 + 3?")]
+    said += [("assistant", "Ask 4 + 3"), ("user", "Result: 7"), ("assistant", "Final: 7")]
+    program["messages"] = [{"role": role, "content": content} for role, content in said]
+    programs = [program, answered("Final: 9", 0.0)]
+    agent = {"options": {"agent": ["python", "agent.py"]}}
+    return {
+        "prompts": build_training(training_run(folder / "prompts", *rows)),
+        "tools": build_training(training_run(folder / "tools", *calls, env={"tools": ["my_tools:calculate"]})),
+        "agent": build_training(training_run(folder / "agent", *programs, env=agent)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["prompts", "tools", "agent"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_a_training_run_is_readable_on_any_screen(
+    visit: Callable[..., Any], asked: dict[str, Path], kind: str, width: int, scheme: str
+) -> None:
+    page = visit(asked[kind], width, scheme, folded=True)
+    assert page.evaluate("document.documentElement.scrollHeight") <= 6000
+    page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    found = page.evaluate(CONTRAST)
+    assert found["seen"] > 60 and found["poor"] == []
+    assert page.evaluate("window.hacked") is None
+
+
+def test_answers_by_reward(visit: Callable[..., Any], asked: dict[str, Path]) -> None:
+    page = visit(asked["prompts"])
+    good, bad = page.locator("#top .told").all()
+    assert "reward 1" in good.inner_text() and "It is 7." in good.inner_text()
+    assert "reward 0" in bad.inner_text() and "It is 8." in bad.inner_text()
+    section = page.locator("section").filter(has=page.locator("h2", has_text="Answers by reward"))
+    assert section.locator("table.rewards td").all_inner_texts() == ["2 50 %"] * 4 + ["0.5"] * 2
+    earned = section.locator(".samples").first.locator(".earned").all_inner_texts()
+    assert earned == ["reward 1", "reward 1", "reward 0", "reward 0"]
+    order = page.get_by_label("order")
+    assert order.input_value() == "highest reward first"
+    assert "reward +1" in page.locator(".row").first.inner_text()
+    order.select_option("lowest reward first")
+    assert "reward 0" in page.locator(".row").first.inner_text()
+    page.get_by_role("button", name="show all").click()
+    playwright.expect(order).to_have_value("highest reward first")
+
+
+def test_calls_stand_beside_their_results(visit: Callable[..., Any], asked: dict[str, Path]) -> None:
+    page = visit(asked["tools"])
+    call = page.locator("#top .told").first.locator(".call")
+    assert call.inner_text().split("→")[0].strip() == 'calculate(expression="4 + 3")'
+    assert call.locator(".result").inner_text() == "7"
+    shown = page.locator("#recorded .shown")
+    assert shown.locator(".call code").inner_text() == 'calculate(expression="4 + 3")'
+    page.get_by_label("order").select_option("lowest reward first")
+    page.locator(".row").filter(has_text="step 1").first.click()
+    assert shown.locator(".call.failed .result").inner_text().startswith("Error: no number")
+    table = page.locator("table.calls").inner_text()
+    assert "1 (50 %)" in table and "Error: no number" in table
+
+
+def test_what_a_program_sends_is_told_from_what_the_model_says(
+    visit: Callable[..., Any], asked: dict[str, Path]
+) -> None:
+    page = visit(asked["agent"])
+    assert page.locator("#top .told").first.locator(".call.read .result").inner_text() == "Result: 7"
+    shown = page.locator("#recorded .shown")
+    assert shown.locator(".turns > li").count() == 2 and shown.locator(".words").all_inner_texts() == [
+        "Ask 4 + 3",
+        "Final: 7",
+    ]
+    assert "an answer in the prompt: Final: 2" in shown.locator(".seen").all_inner_texts()
+    assert "requests of the program" in page.locator("table.calls").inner_text()
 
 
 # -------------------------------------------------------------------------------------------------- comparison.html
