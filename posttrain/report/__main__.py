@@ -1,7 +1,7 @@
 """Which command writes a report again, compares runs, or shows transcripts?
 
     posttrain report runs/quickstart                              report.html
-    posttrain report runs/mine-rl                                 report.html of a training run, not evaluated
+    posttrain report runs/mine-rl                                 report.html of one phase, not evaluated
     posttrain report runs/quickstart runs/seed1                   comparison.html: side by side, a verdict
     posttrain report runs/quickstart/phase3/transcripts.jsonl     transcripts.html: the episodes, with filters
     posttrain report runs/quickstart --gif docs/quickstart.gif    the README's animation
