@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from posttrain.report.messages import EXAMPLE, NO_TEXT, beside_calls, is_text
+from posttrain.report.messages import EXAMPLE, NO_TEXT, beside_calls, is_legible
 from posttrain.report.tables import percent
 from posttrain.types import Record
 
@@ -19,7 +19,7 @@ OPENING_CHARACTERS = 160  # of an answer, shown before it is unfolded
 MOST_PIECES = 12  # of an answer: what was said, called and read
 MOST_BINS = 6  # of the rewards
 MOST_COLUMNS = 4  # of the steps of a run
-MOST_ANSWERS = 6  # to one prompt
+MOST_OF_A_PROMPT = 6  # answers
 GROUPS = 2  # prompts that are shown
 
 
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     failed: bool
 
 
-class Answer(NamedTuple):
+class ShownAnswer(NamedTuple):
     """An answer to a prompt, ready to be shown."""
 
     title: str  # which one it is among others
@@ -57,10 +57,10 @@ def folded(words: str) -> tuple[str, str]:
 
 def legible(words: str) -> str:
     """Return a text, or words in its place if it holds bytes that are no text."""
-    return words if is_text(words) else f"({NO_TEXT})"
+    return words if is_legible(words) else f"({NO_TEXT})"
 
 
-def answer_of(row: Record, title: str = "") -> Answer:
+def shown_answer(row: Record, title: str = "") -> ShownAnswer:
     """Return the answer of a row: what the model said after the prompt, what it called, and what it was told."""
     messages = row["messages"]
     first = next((place for place, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
@@ -77,7 +77,7 @@ def answer_of(row: Record, title: str = "") -> Answer:
             kind = "read"
         pieces.append(Piece(kind, *folded(shorten(legible(text))), call, bool(message.get("failed"))))
     facts = [fact for fact in row["facts"].split(" · ") if not fact.startswith(("setting ", "group "))]
-    return Answer(
+    return ShownAnswer(
         title, row, prompt_of(row), pieces[:MOST_PIECES], max(0, len(pieces) - MOST_PIECES), " · ".join(facts)
     )
 
@@ -89,19 +89,19 @@ def prompt_of(row: Record) -> str:
     return last[-1] if last else ""
 
 
-def value_of(row: Record) -> float | None:
+def worth_of(row: Record) -> float | None:
     """Return what an answer is worth: its reward, or 1 for a right one."""
     if row["reward"] is not None:
         return row["reward"]
     return None if row["won"] is None else float(row["won"])
 
 
-def good_and_bad(rows: Sequence[Record]) -> list[Answer]:
+def good_and_bad(rows: Sequence[Record]) -> list[ShownAnswer]:
     """Return one of the best answers and one that is worth less, to the same prompt if there is one; [] without both.
 
     Answers with bytes that are no text are left out. The best ones of the last checkpoint or step come first.
     """
-    valued = [(value, row) for row in rows if (value := value_of(row)) is not None and row["readable"] and row["turns"]]
+    valued = [(value, row) for row in rows if (value := worth_of(row)) is not None and row["readable"] and row["turns"]]
     if not valued or len({value for value, _ in valued}) < 2:
         return []
     best = max(value for value, _ in valued)
@@ -118,7 +118,7 @@ def good_and_bad(rows: Sequence[Record]) -> list[Answer]:
     bad = min(by_prompt.get(prompt_of(good), worse), key=lambda each: each[0])[1]
     right = good["won"] is not False
     titles = ("A good answer", "A bad answer") if right else ("The highest reward", "A lower reward")
-    return [answer_of(good, titles[0]), answer_of(bad, titles[1])]
+    return [shown_answer(good, titles[0]), shown_answer(bad, titles[1])]
 
 
 # ------------------------------------------------------------------------------------------------ answers by reward
@@ -143,7 +143,7 @@ def columns_of(rows: Sequence[Record]) -> list[tuple[str, list[Record]]]:
     ]
 
 
-def reward_table(rows: Sequence[Record]) -> Record:
+def reward_counts(rows: Sequence[Record]) -> Record:
     """Return how many answers of each column earned what, the highest rewards first; {} without rewards."""
     values = sorted({row["reward"] for row in rows if row["reward"] is not None}, reverse=True)
     if not values:
@@ -170,7 +170,7 @@ def reward_table(rows: Sequence[Record]) -> Record:
     return {"heads": [(title, len(rewards)) for title, rewards in columns], "rows": table, "means": means}
 
 
-def groups(rows: Sequence[Record], besides: str) -> list[tuple[str, str, list[Answer]]]:
+def prompt_groups(rows: Sequence[Record], besides: str) -> list[tuple[str, str, list[ShownAnswer]]]:
     """Return (step, prompt, its answers by reward) of prompts whose answers earned different rewards.
 
     Of a run in training they are samples of one step, from its first and its last steps that are recorded. Otherwise
@@ -191,7 +191,7 @@ def groups(rows: Sequence[Record], besides: str) -> list[tuple[str, str, list[An
         (
             place[0].capitalize(),
             shorten(place[2]),
-            [answer_of(row) for row in sorted(found, key=lambda row: -(row["reward"] or 0.0))[:MOST_ANSWERS]],
+            [shown_answer(row) for row in sorted(found, key=lambda row: -(row["reward"] or 0.0))[:MOST_OF_A_PROMPT]],
         )
         for place, found in shown
     ]
@@ -246,7 +246,7 @@ def _requests(rows: Sequence[Record]) -> str:
     return "; ".join(words)
 
 
-def by_reward(rows: Sequence[Record], examples: Sequence[Answer]) -> dict[str, Any]:
+def by_reward(rows: Sequence[Record], examples: Sequence[ShownAnswer]) -> dict[str, Any]:
     """Return what the section of answers by reward shows; {} without any. examples: shown above it."""
-    table = reward_table(rows)
-    return {"table": table, "groups": groups(rows, examples[0].prompt if examples else "")} if table else {}
+    table = reward_counts(rows)
+    return {"table": table, "groups": prompt_groups(rows, examples[0].prompt if examples else "")} if table else {}

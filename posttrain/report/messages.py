@@ -100,10 +100,10 @@ def beside_calls(text: str) -> str:
 
 def is_readable(text: str) -> bool:
     """Return whether a text has letters or digits, and nothing that is no text, as bytes that are no character."""
-    return is_text(text) and any(map(str.isalnum, text))
+    return is_legible(text) and any(map(str.isalnum, text))
 
 
-def is_text(text: str) -> bool:
+def is_legible(text: str) -> bool:
     """Return whether every character is one that can be read, also punctuation."""
     plain = text.translate(dict.fromkeys(map(ord, "\n\t\r")))
     return not any(mark == "\ufffd" or unicodedata.category(mark) in ("Cc", "Cn", "Co", "Cs") for mark in plain)

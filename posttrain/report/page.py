@@ -15,7 +15,7 @@ from posttrain.report.tables import NOT_ASKED, Results, percent, readable, span
 from posttrain.types import Record, UserError, one_line
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """A section of a page; `kind` is its macro in sections.html.j2. The page leaves out a section without content."""
 
     title: str
@@ -33,7 +33,7 @@ def build(folder: Path) -> Path:
     name, pictures = folder.resolve().name, Pictures()
     try:
         top = sections.first_levels(results, transcripts, pictures)
-        answered = sections.answered(results, transcripts)
+        answered = sections.evaluated_answers(results, transcripts)
         examples = answers.good_and_bad(answered)
         shown, episodes = _sections(results, transcripts, answered, examples, folder, pictures)
         words = tables.task_words(results)
@@ -56,7 +56,7 @@ def build(folder: Path) -> Path:
     return path
 
 
-def render_report(data: Record, shown: Sequence[Section], name: str, heading: str, **values: Any) -> str:
+def render_report(data: Record, shown: Sequence[PageSection], name: str, heading: str, **values: Any) -> str:
     """Return the page of a run. data: for page.js. values: for report.html.j2."""
     return render_page(
         "report.html.j2",
@@ -143,10 +143,10 @@ def _sections(
     results: Results,
     transcripts: list[Record],
     answered: list[Record],
-    examples: list[answers.Answer],
+    examples: list[answers.ShownAnswer],
     folder: Path,
     pictures: Pictures,
-) -> tuple[list[Section], Record]:
+) -> tuple[list[PageSection], Record]:
     """Return the sections, and the episodes for page.js."""
     folders = training_log.phase_folders(results, folder)
     steps = verdict.steps(folder, results, transcripts)
@@ -162,36 +162,38 @@ def _sections(
     reached = f"{sum(goal['reached'] for goal in goals)} of {len(goals)} reached"
     count = sum(len(rows) for *_, rows in differences["steps"]) if differences else 0
     shown = [
-        Section("In one sentence each", "Summary", "phases", sections.phases(steps), unfolded=True),
-        Section("Results", "Results", "results", headline, unfolded=True),
-        Section("Answers by reward", "Answers", "by_reward", answers.by_reward(own, examples), unfolded=True),
-        Section(
+        PageSection("In one sentence each", "Summary", "phases", sections.phases(steps), unfolded=True),
+        PageSection("Results", "Results", "results", headline, unfolded=True),
+        PageSection("Answers by reward", "Answers", "by_reward", answers.by_reward(own, examples), unfolded=True),
+        PageSection(
             "Calls and results",
             "Calls",
             "calls",
             answers.calls_table(own, sections.has_programs(results)),
             unfolded=True,
         ),
-        Section("Every answer, with filters", "List", "answered", len(listed) and len(own), f"{len(listed):,} answers"),
-        Section("Goals", "Goals", "goals", goals, reached),
-        Section(f"The {environments}", "Tasks", "environments", sections.environments(results)),
-        Section(f"The same {words.level}, before and after", words.levels.capitalize(), "levels", same_level),
-        Section(
+        PageSection(
+            "Every answer, with filters", "List", "answered", len(listed) and len(own), f"{len(listed):,} answers"
+        ),
+        PageSection("Goals", "Goals", "goals", goals, reached),
+        PageSection(f"The {environments}", "Tasks", "environments", sections.environments(results)),
+        PageSection(f"The same {words.level}, before and after", words.levels.capitalize(), "levels", same_level),
+        PageSection(
             f"{words.episodes.capitalize()} recorded while training",
             "Recorded",
             "recorded",
             bool(recorded),
             f"{len(recorded):,} {words.episodes}",
         ),
-        Section("Learning curves", "Curves", "curves", curves, training_log.count_of(curves)),
-        Section("Samples", "Samples", "answers", sections.answers(results, transcripts)),
-        Section("The data of phases 1 and 2", "Data", "data", training_log.data(folders)),
-        Section("What it cost", "Cost", "cost", cost, f"{cost['total']} of training" if cost else ""),
-        Section("Every paired difference", "Differences", "differences", differences, f"{count} figures"),
-        Section("Every sampling setting", "Settings", "settings", settings, f"{len(settings)} figures"),
-        Section("Standard benchmarks", "Benchmarks", "benchmarks", benchmarks, f"{len(benchmarks)} figures"),
-        Section("What to type next", "Commands", "commands", sections.commands(results, folder)),
-        Section("How this was measured", "Method", "provenance", sections.provenance(results)),
+        PageSection("Learning curves", "Curves", "curves", curves, training_log.count_of(curves)),
+        PageSection("Samples", "Samples", "answers", sections.answers(results, transcripts)),
+        PageSection("The data of phases 1 and 2", "Data", "data", training_log.data(folders)),
+        PageSection("What it cost", "Cost", "cost", cost, f"{cost['total']} of training" if cost else ""),
+        PageSection("Every paired difference", "Differences", "differences", differences, f"{count} figures"),
+        PageSection("Every sampling setting", "Settings", "settings", settings, f"{len(settings)} figures"),
+        PageSection("Standard benchmarks", "Benchmarks", "benchmarks", benchmarks, f"{len(benchmarks)} figures"),
+        PageSection("What to type next", "Commands", "commands", sections.commands(results, folder)),
+        PageSection("How this was measured", "Method", "provenance", sections.provenance(results)),
     ]
     return shown, {"pairs": pairs, "recorded": recorded, "answered": listed}
 

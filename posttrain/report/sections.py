@@ -237,7 +237,7 @@ def answers(results: Results, transcripts: Sequence[Record]) -> list[tuple[Any, 
     return samples
 
 
-def answered(results: Results, transcripts: Sequence[Record]) -> list[Record]:
+def evaluated_answers(results: Results, transcripts: Sequence[Record]) -> list[Record]:
     """Return the answers of the evaluation to questions and own prompts, for the browser, by checkpoint and then suite.
 
     They are those under the headline settings, without crashed ones. Games are left out, unless they have tools or

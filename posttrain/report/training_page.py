@@ -13,7 +13,7 @@ from posttrain import files
 from posttrain.config import parse_yaml
 from posttrain.report import answers, tables, training_log
 from posttrain.report.episodes import Pictures
-from posttrain.report.page import Section, render_report
+from posttrain.report.page import PageSection, render_report
 from posttrain.report.rendering import DAMAGED
 from posttrain.report.tables import percent
 from posttrain.runtime import runlog
@@ -90,8 +90,8 @@ def _sections(
     config: Record,
     metrics: Sequence[Record],
     recorded: list[Record],
-    examples: list[answers.Answer],
-) -> list[Section]:
+    examples: list[answers.ShownAnswer],
+) -> list[PageSection]:
     words = _words(config)
     folders: dict[str, Path | None] = {name: folder}
     run = {"config": {"checkpoints": {name: str(folder / "final")}, "hardware": config.get("hardware")}}
@@ -102,24 +102,24 @@ def _sections(
     )
     asked = words.level == "prompt"
     return [
-        Section(
+        PageSection(
             "Measured while training", "Summary", "progress", progress(metrics, words, _kept(run, folders)), "", True
         ),
-        Section(
+        PageSection(
             "Answers by reward", "Answers", "by_reward", answers.by_reward(done, examples) if asked else {}, "", True
         ),
-        Section("Calls and results", "Calls", "calls", answers.calls_table(done, _has_programs(config)), "", True),
-        Section(
+        PageSection("Calls and results", "Calls", "calls", answers.calls_table(done, _has_programs(config)), "", True),
+        PageSection(
             f"{words.episodes.capitalize()} recorded while training",
             "Recorded",
             "recorded",
             bool(recorded),
             f"{len(recorded):,} {words.episodes}",
         ),
-        Section("Learning curves", "Curves", "curves", curves, training_log.count_of(curves), not asked),
-        Section("The data", "Data", "data", training_log.data(folders)),
-        Section("What it cost", "Cost", "cost", cost, f"{cost['total']} of training" if cost else ""),
-        Section("What to type next", "Commands", "commands", _commands(folder, bool(recorded))),
+        PageSection("Learning curves", "Curves", "curves", curves, training_log.count_of(curves), not asked),
+        PageSection("The data", "Data", "data", training_log.data(folders)),
+        PageSection("What it cost", "Cost", "cost", cost, f"{cost['total']} of training" if cost else ""),
+        PageSection("What to type next", "Commands", "commands", _commands(folder, bool(recorded))),
     ]
 
 

@@ -196,7 +196,7 @@ def test_bytes_that_are_no_text(text: str, readable: bool) -> None:
 @given(some.lists(some.tuples(some.integers(1, 9), some.floats(-5, 5)), min_size=1, max_size=60))
 def test_the_table_of_rewards_counts_every_answer_once(found: list[tuple[int, float]]) -> None:
     rows = [browser_row(answered("7", reward, step)) for step, reward in sorted(found)]
-    table = answers.reward_table(rows)
+    table = answers.reward_counts(rows)
     assert len(table["rows"]) <= answers.MOST_BINS and len(table["heads"]) <= answers.MOST_COLUMNS
     counts = [[cell[0] for cell in cells] for _, cells in table["rows"]]
     assert [sum(column) for column in zip(*counts, strict=True)] == [count for _, count in table["heads"]]
