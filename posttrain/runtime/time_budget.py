@@ -43,9 +43,8 @@ class TimeBudget:
             say: prints a line.
             clock: returns seconds.
         """
-        self.share, self.every, self.last_step, self.kept, self.say, self.clock = (
-            share, every, last_step, kept, say, clock,
-        )  # fmt: skip
+        self.share, self.every, self.last_step = share, every, last_step
+        self.kept, self.say, self.clock = kept, say, clock
         self._since = clock()
 
     def count(self) -> None:
