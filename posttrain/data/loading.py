@@ -13,7 +13,7 @@ import heapq
 import json
 import random
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple
 
 from datasets import Dataset, Features, List, Value
@@ -37,7 +37,7 @@ from posttrain.data.encoding import (
 )
 from posttrain.data.filters import CHECKS, REMEDIES, Example
 from posttrain.data.table import FilterTable, SourceReport
-from posttrain.models import Chat, Message
+from posttrain.models import Chat, Message, model_card
 from posttrain.runtime import console, is_main_process, parallel
 from posttrain.types import UserError, derive_seed
 
@@ -205,6 +205,7 @@ def _read_all(
                 source = data.sources[number]
                 report = SourceReport(source.path, source.kind, reading.licence(source))
                 rows = _chosen(source, f"{section}.sources.{number}", data.seed, judge, report)
+                report.examples = _first_messages(source, rows)
                 results.append((number, report, _tokenise(rows, source, chat, data.max_length, encode, known, report)))
     except Exception as error:  # the others wait for an answer
         problem = error
@@ -212,6 +213,14 @@ def _read_all(
         if one is not None:
             raise one
     return [(report, samples) for _, report, samples in sorted(parallel.gather(results), key=lambda one: one[0])]
+
+
+def _first_messages(source: Source, rows: list[Example]) -> list[str]:
+    """Return first messages of generated dialogues, which every card may show: rows of anybody else may be private."""
+    if source.path != "embedded" or source.kind == "demonstrations":
+        return []
+    users = (next((each for each in row.dialogues[0] if each["role"] == "user"), None) for row in rows)
+    return list(islice(dict.fromkeys(user["content"] for user in users if user), model_card.MOST_EXAMPLES))
 
 
 # From a source to the rows that may be used, in the order in which they are drawn

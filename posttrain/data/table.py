@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Group
 from rich.markup import escape
@@ -28,7 +29,7 @@ class SourceReport:
     ones what was too long.
 
     `train` and `held_out` are different rows; `per_epoch`, `tokens` and `trained_tokens` count what one epoch sees, so
-    with weight 2 each training row twice.
+    with weight 2 each training row twice. `examples` are first messages of generated rows, for the chat to offer.
     """
 
     path: str
@@ -46,6 +47,7 @@ class SourceReport:
     per_epoch: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    examples: list[str] = field(default_factory=list)
 
     def drop(self, reason: str, rows: int = 1) -> None:
         """Count dropped rows under this reason; beyond `MOST_REASONS`, all reasons are counted together."""
@@ -92,10 +94,11 @@ class FilterTable:
     def trained_tokens(self) -> int:
         return sum(source.trained_tokens for source in self.sources)
 
-    def for_card(self) -> list[dict[str, str | int]]:
+    def for_card(self) -> list[dict[str, Any]]:
         """Return the model card's facts about each source."""
-        keys = ("path", "kind", "licence", "train", "held_out")
-        return [{key: getattr(source, key) for key in keys} for source in self.sources]
+        keys = ("path", "kind", "licence", "train", "held_out", "examples")
+        facts = [{key: getattr(source, key) for key in keys} for source in self.sources]
+        return [{key: fact for key, fact in each.items() if fact != []} for each in facts]
 
     def __rich__(self) -> Group:
         table = Table(title=self.title, title_justify="left")

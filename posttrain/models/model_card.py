@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from itertools import chain, islice, zip_longest
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -48,6 +49,9 @@ SETTINGS = (
 )
 
 
+MOST_EXAMPLES = 6  # messages that a card shows and a chat offers
+
+
 @dataclass(frozen=True)
 class CardResult:
     """A figure on held-out items: Result("sokoban, test levels: success", .54, 300, .48, .6): low and high.
@@ -76,7 +80,7 @@ def phase_record(
         phase: as "phase1".
         config: the run's config.
         step: the last step.
-        data: path, kind, licence, train and held_out rows of each source.
+        data: path, kind, licence, train and held_out rows of each source, and examples of its messages.
         results: figures on held-out items.
     """
     base, revision = config["model"]["name_or_path"], config["model"].get("revision")
@@ -140,6 +144,16 @@ def history(name_or_path: str) -> list[dict[str, Any]]:
         return []
 
 
+def examples(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return up to six messages that the first phase with such was trained on, of each of its sources in turn."""
+    for one in records:
+        of_sources = [source.get("examples", []) for source in one.get("data", [])]
+        found = filter(None, chain.from_iterable(zip_longest(*of_sources)))
+        if messages := list(islice(dict.fromkeys(found), MOST_EXAMPLES)):
+            return messages
+    return []
+
+
 def former_results(row: Mapping[str, float], first: str = "evaluation") -> list[CardResult]:
     """Return the figures of `evaluation.suites` in a row of metrics.
 
@@ -201,6 +215,7 @@ def render_card(
         records=records,
         publication=publication,
         limits=_limits(records, bool(publication.rows)),
+        examples=examples(records),
         own=model_type == "convgpt",  # which transformers does not know
         version=version("transformers"),
         METHODS=METHODS,

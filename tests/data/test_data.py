@@ -785,6 +785,8 @@ def test_embedded_data_runs_through_the_same_filters(tiny_chat: Chat, monkeypatc
     assert all(source.train + source.held_out > 0.8 * source.read for source in (math, talk))
     assert played.train + played.held_out + played.dropped.get("seen before", 0) == 6
     assert {source.licence for source in sft.table.sources} == {"generated here"}
+    assert len(set(math.examples)) == len(set(talk.examples)) == 6 and all(map(str.strip, talk.examples))
+    assert played.examples == [] and "examples" not in sft.table.for_card()[2]
     assert len(sft.eval) > 10
     assert sft.train.cache_files == [], "it stays in memory"
     pairs = load_preferences(section(Source(kind="ultrafeedback", path="embedded", rows=900), **options), tiny_chat)

@@ -149,3 +149,21 @@ def test_what_was_local_when_it_was_read_is_not_a_name_on_the_hub(
     assert "base_model:" not in card and "datasets:" not in card
     gone = model_card.phase_record("phase2", {"model": {"name_or_path": "runs/phase1/final"}}, 10)
     assert gone["licence"] is None
+
+
+def test_examples_of_the_first_data_that_has_some_are_shown_in_turn() -> None:
+    with_some = [
+        source("embedded", "openmathinstruct", "generated here")
+        | {"examples": ["2+3?", "4+5?", "6+7?", "8+9?", "1+1?"]},
+        source("embedded", "capybara", "generated here") | {"examples": ["Hello", "<b>Tell</b>", "Hello"]},
+    ]
+    later = source("embedded", "ultrafeedback", "generated here") | {"examples": ["Never shown"]}
+    records = [
+        model_card.phase_record(phase, CONFIG, 1, data=data)
+        for phase, data in (("phase1", with_some), ("phase2", [later]))
+    ]
+    found = model_card.examples(records)
+    assert found == ["2+3?", "Hello", "4+5?", "<b>Tell</b>", "6+7?", "8+9?"]
+    content = card_of(records).content
+    assert "- 2+3?\n- Hello\n" in content and "<b>" not in content and "Never shown" not in content
+    assert model_card.examples([{"data": [{"path": "a"}]}, {}]) == []
