@@ -1,5 +1,12 @@
 from . import animation as animation, tables as tables
-from .episodes import frames_of as frames_of, gif as gif, png as png
+from .episodes import (
+    Pictures as Pictures,
+    browser_row as browser_row,
+    describe_end as describe_end,
+    frames_of as frames_of,
+    gif as gif,
+    list_moments as list_moments,
+)
 from .page import build as build, markdown as markdown, read_run as read_run
 from .tables import (
     Results as Results,

@@ -14,9 +14,11 @@ async function unpack(id) {
   return new Response(plain).json();
 }
 
-// Back, play or pause, on, a slider; `show` is told the number of the moment. Returns the bar and how to go to a moment.
+// Back, play or pause, on, a slider, the speed; `show` is told the number of the moment, and `ended` is called when the
+// film comes to its end. Returns the bar and how to go to a moment.
 const PACE = 800;
-function player(count, show) {
+let speed = 1; // kept from one episode to the next
+function player(count, show, ended = () => {}) {
   let at = 0;
   let timer = null;
   const go = (number) => {
@@ -40,7 +42,12 @@ function player(count, show) {
     if (at === count - 1) go(0);
     play.textContent = "❚❚";
     play.setAttribute("aria-label", "pause");
-    timer = setInterval(() => (at === count - 1 || !bar.isConnected ? pause() : go(at + 1)), PACE);
+    timer = setInterval(step, PACE / speed);
+  };
+  const step = () => {
+    if (at < count - 1 && bar.isConnected) return go(at + 1);
+    pause();
+    if (bar.isConnected) ended();
   };
   const button = (textContent, label, onclick) => {
     const made = make("button", { type: "button", textContent, onclick });
@@ -51,9 +58,17 @@ function player(count, show) {
   const slider = make("input", { type: "range", min: 0, max: count - 1, value: 0, oninput: () => stop(Number(slider.value)) });
   slider.setAttribute("aria-label", "moment");
   const place = make("output");
+  const pace = make("select", { ariaLabel: "speed" });
+  pace.append(...[0.5, 1, 2, 4].map((times) => new Option(`${times}×`, times, false, times === speed)));
+  pace.addEventListener("change", () => {
+    speed = Number(pace.value);
+    if (!timer) return;
+    clearInterval(timer);
+    timer = setInterval(step, PACE / speed);
+  });
   const back = button("‹", "one step back", () => stop(at - 1));
   const on = button("›", "one step on", () => stop(at + 1));
-  const bar = make("div", { className: "controls" }, back, play, on, slider, place);
+  const bar = make("div", { className: "controls" }, back, play, on, slider, place, pace);
   if (count < 2) bar.hidden = true;
   go(0);
   return { bar, go: stop };
@@ -155,7 +170,7 @@ function seen(message) {
 }
 
 // row: as posttrain/report/episodes.py writes it. pictures: all of the page's. Returns an element.
-function episode(row, pictures, heading = "h4") {
+function episode(row, pictures, heading = "h4", ended = () => {}) {
   const picture = row.frames ? make("img", { className: "picture" }) : null;
   const list = make("ol", { className: "turns", tabIndex: 0 });
   list.setAttribute("aria-label", "turns");
@@ -172,7 +187,7 @@ function episode(row, pictures, heading = "h4") {
     items.forEach(({ item }, number) => (number === turn ? item.setAttribute("aria-current", "step") : item.removeAttribute("aria-current")));
     const shown = items[Math.max(0, turn)]?.item;
     if (shown && list.scrollHeight > list.clientHeight) list.scrollTop = shown.offsetTop - list.offsetTop - 8;
-  });
+  }, ended);
   list.addEventListener("keydown", (event) => {
     const by = { ArrowRight: "one step on", ArrowLeft: "one step back", " ": null }[event.key];
     if (by === undefined) return;

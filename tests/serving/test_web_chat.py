@@ -51,7 +51,7 @@ from posttrain.serving.conversation import Conversation, Exchange
 from posttrain.serving.display import repetition_figures
 from posttrain.serving.generation import Generator
 from posttrain.serving.serve import listen
-from posttrain.serving.web_chat import guard, playing, server, talking
+from posttrain.serving.web_chat import about, guard, playing, server, talking
 from posttrain.types import SamplingParams, UserError, derive_seed
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -221,7 +221,7 @@ def longest_answer(page: Any, tokens: str) -> None:
     raise AssertionError("the page does not take the number")
 
 
-def said(page: Any, side: str = "A", who: str = "bot") -> Any:
+def said(page: Any, side: int = 0, who: str = "bot") -> Any:
     """The messages of a side."""
     return page.locator(f"#side-{side}").get_by_test_id(who)
 
@@ -248,6 +248,17 @@ class Client:
         events = self.http.get(f"/call/chat/{number}").text.split("event: ")
         assert events[-1].startswith("complete\ndata: ")
         return json.loads(events[-1].partition("data: ")[2])[0][-1]["content"][0]["text"]
+
+
+SETTING_OF_A_SIDE = ("model", "plain", 1.0, 1.0, 0, 1.0)
+
+
+def chat_tab(generators: dict[str, Generator], cfg: ChatRun) -> talking.ChatTab:
+    return talking.ChatTab(generators, cfg, about.describe_models(generators, cfg))
+
+
+def play_tab(generators: dict[str, Generator], cfg: ChatRun) -> playing.PlayTab:
+    return playing.PlayTab(generators, cfg, about.describe_models(generators, cfg))
 
 
 def at_rest(page: Any) -> None:
@@ -317,11 +328,11 @@ def test_it_streams_stops_and_goes_on(alone: str, visit: Callable[..., Any], mod
 
 def test_an_answer_that_a_new_conversation_ends_shows_nothing_more(both: list[Scripted], cfg: ChatRun) -> None:
     """Whichever of the two waits for its end wakes up first: the page may get what this one shows after the other's."""
-    tab, talk = talking.ChatTab({"model": both[0]}, cfg), talking.Talk(busy=True)
+    tab, talk = chat_tab({"model": both[0]}, cfg), talking.Talk(busy=True)
     conversation = talk.side(0, both[0], talking.MessageSettings([], None, 40))
     found: list[Any] = []
     waits = threading.Thread(target=lambda: found.extend(tab.settle(talk)))
-    reset = threading.Thread(target=lambda: tab.reset(talk, False))
+    reset = threading.Thread(target=lambda: tab.reset(talk, False, "", 40, *SETTING_OF_A_SIDE * 2))
     honest = talking.wait_until_idle
 
     def late(what: Any) -> None:
@@ -353,7 +364,7 @@ def test_settings_that_no_slider_has_are_refused_in_words(
     both: list[Scripted], cfg: ChatRun, changed: dict[str, Any], words: str
 ) -> None:
     """The model is not blamed for them, nor does the log get a traceback."""
-    tab = talking.ChatTab({"model": both[0]}, cfg)
+    tab = chat_tab({"model": both[0]}, cfg)
     given = {"model": "model", "preset": "greedy", "temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1}
     for call in (tab.begin, lambda *inputs: next(tab.answer(*inputs))):
         with pytest.raises(gradio.Error, match=words) as told:
@@ -371,24 +382,24 @@ def test_presets_sliders_and_system_message_are_what_is_sampled_with(
     page = visit(alone)
     page.get_by_text("Settings").click()
     page.get_by_label("System message").fill("Speak slowly.")
-    page.get_by_label("Preset A").click()
+    page.get_by_label("Preset").locator("visible=true").click()
     page.get_by_role("option", name="plain").click()
-    heat = page.get_by_label("number input for Temperature A")
+    heat = page.get_by_label("number input for Temperature").first
     expect(heat).to_have_value("1")
     send(page, "Hi")
     expect(said(page)).to_have_count(1)
     at_rest(page)
-    page.get_by_label("range slider for Temperature A").focus()
+    page.get_by_label("range slider for Temperature").first.focus()
     for _ in range(4):
         page.keyboard.press("ArrowRight")
     expect(heat).to_have_value("1.2")
-    expect(page.get_by_label("Preset A")).to_have_value("own settings")
+    expect(page.get_by_label("Preset").first).to_have_value("own settings")
     send(page, "Hi")
     expect(said(page)).to_have_count(2)
     at_rest(page)
     assert model.params == [SamplingParams(40), SamplingParams(40, temperature=1.2)]
     assert all("Speak slowly." in prompt for prompt in model.begun)
-    expect(page.locator("#side-A")).to_contain_text("A: model 1, temperature 1.2")
+    expect(page.locator("#about-0")).to_contain_text("Sampling: temperature 1.2")
 
 
 @in_browser
@@ -401,8 +412,8 @@ def test_two_models_side_by_side_and_the_exported_file(
         each.script.text = lambda text=text: text
     page = visit(pair)
     send(page, "Who?")
-    expect(said(page, "A")).to_have_text("left")
-    expect(said(page, "B")).to_have_text("right, which is longer")
+    expect(said(page, 0)).to_have_text("left")
+    expect(said(page, 1)).to_have_text("right, which is longer")
     at_rest(page)
     counts = [len(each.chat.content_ids(text)) for each, text in zip(both, texts, strict=True)]
     assert figure(page, "tokens") == [str(count) for count in counts]
@@ -417,7 +428,7 @@ def test_two_models_side_by_side_and_the_exported_file(
     ]
     page.get_by_text("Settings").click()
     page.get_by_label("Side by side").uncheck()
-    expect(page.locator("#side-B")).to_be_hidden()
+    expect(page.locator("#side-1")).to_be_hidden()
     expect(said(page)).to_have_count(0)
     send(page, "Alone?")
     expect(said(page)).to_have_text("left")
@@ -437,7 +448,7 @@ def test_what_a_model_writes_is_never_html_and_errors_are_shown(
     expect(said(page)).to_have_text(HOSTILE)
     expect(said(page, who="user")).to_have_text(HOSTILE)
     at_rest(page)
-    assert page.evaluate("window.hacked") is None and page.locator("#side-A :is(img, script)").count() == 0
+    assert page.evaluate("window.hacked") is None and page.locator("#side-0 :is(img, script)").count() == 0
     send(page, "word " * 3000)
     expect(page.get_by_text("This message is too long")).to_be_visible()
     expect(page.get_by_placeholder("Write a message")).to_have_value("word " * 3000)  # to be shortened
@@ -463,7 +474,7 @@ def test_an_export_holds_messages_and_settings(
     cfg: ChatRun, both: list[Scripted], model: Script, tmp_path: Path
 ) -> None:
     """The system message of each answer, its setting, and whether it was cut short; phase 1 takes what is whole."""
-    tab, talk = talking.ChatTab({"model 1": both[0]}, cfg), talking.Talk()
+    tab, talk = chat_tab({"model 1": both[0]}, cfg), talking.Talk()
     model.text = lambda: "a b c"
 
     def ask(text: str, system: str = "", longest: int = 40) -> None:
@@ -503,7 +514,7 @@ def test_tools_are_called_and_calls_results_and_errors_are_shown(
     with_tools = cfg.model_copy(
         update={"tools": ["examples.own_tool:calculate"], "max_calls": 2, "max_new_tokens": 400}
     )
-    tab, talk = talking.ChatTab({"model 1": both[0]}, with_tools), talking.Talk()
+    tab, talk = chat_tab({"model 1": both[0]}, with_tools), talking.Talk()
 
     def call(expression: str) -> str:
         arguments = json.dumps({"expression": expression})
@@ -518,8 +529,10 @@ def test_tools_are_called_and_calls_results_and_errors_are_shown(
         (*_, (shown, *_)) = tab.answer(text, talk, *inputs)
     said = [(each["role"], each["content"][0]["text"]) for each in shown]
     assert [role for role, _ in said] == ["user", *["assistant"] * 5, "user", "assistant"]
-    assert said[1][1].startswith("&lt;tool_call&gt;") and said[2][1] == "[calculate: 5]"
-    assert said[4][1].startswith("[calculate: Error: ") and "&lt;img&gt;" in said[3][1]
+    assert said[1][1].startswith("&lt;tool_call&gt;") and said[2][1] == "5"
+    assert said[4][1].startswith("Error: ") and "&lt;img&gt;" in said[3][1]
+    titles = [each.get("metadata", {}).get("title") for each in shown]
+    assert titles == [None, *["Calls calculate", "Result of calculate"] * 2, None, None, None]
     assert [text for _, text in said[5:]] == ["It is 5.", "Thanks.", "Bye."]
     (file := tmp_path / "chat.jsonl").write_text(tab.exported(talk, "model 1", "model 1"))
     (row,) = read_rows(Source(kind="messages", path=str(file)), "data.sources.0", 0)
@@ -531,39 +544,81 @@ def test_tools_are_called_and_calls_results_and_errors_are_shown(
 # ------------------------------------------------------------------------------------------------------------- play
 
 
+def open_play(page: Any) -> Any:
+    """Open the tab, which opens the first level; the list of the turns."""
+    page.get_by_role("tab", name="Play").click()
+    expect(page.locator("#film .turns")).to_be_visible()
+    return page.locator("#film .turns > li")
+
+
 @pytest.mark.thorough
 @in_browser
 def test_it_plays_a_level_to_the_end_one_turn_a_click(
-    alone: str, visit: Callable[..., Any], model: Script,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    env = envs.make("frozen_lake")
-    monkeypatch.setattr(playing, "open_played_env", lambda cfg, name: env)
-    model.text = lambda: f"<think>so I must</think><answer>{env.expert()}</answer>"
+    alone: str, visit: Callable[..., Any], model: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[Any] = []  # of each level the one that is played, and the one that is drawn
+
+    def opened(cfg: ChatRun, name: str) -> Any:
+        played.append(envs.make("frozen_lake"))
+        return played[-1]
+
+    monkeypatch.setattr(playing, "open_played_env", opened)
+    model.text = lambda: f"<think>so I must</think><answer>{played[-2].expert()}</answer>"
     page = visit(alone)
-    page.get_by_role("tab", name="Play").click()
-    page.get_by_label("Level").fill("2")
-    page.get_by_role("button", name="Open the level").click()
+    turns = open_play(page)
+    page.get_by_role("button", name="Next level").click()
     game = Episode(envs.make("frozen_lake"), Protocol(), derive_seed(0, "frozen_lake", 1), "test")
-    picture, told = page.locator("#state img"), page.get_by_label("Observation")
-    expect(picture).to_have_attribute("alt", "frozen_lake, the state as a picture")
-    expect(told).to_have_value(game.messages[-1]["content"])
+    picture = page.locator("#film img")
+    expect(page.locator("#film h2")).to_contain_text("level 2")
+    expect(turns.last.locator(".seen").last).to_have_text(game.messages[-1]["content"], use_inner_text=True)
     frames, total = {picture.get_attribute("src")}, 0.0
     while not game.done:
         turn = game.step(f"<think></think><answer>{game.env.expert()}</answer>")
         total += turn.reward
-        page.get_by_role("button", name="Next turn").click()
-        row = page.locator("#turns tr").nth(game.turns)
-        expect(row).to_contain_text(f"<answer>{game.actions[-1]}</answer>")
-        expect(row).to_contain_text(f"{game.actions[-1]}, reward {turn.reward:g}")
-        expect(page.get_by_label("Thought of the last turn")).to_have_value("so I must")
-        expect(page.get_by_label("Answer of the last turn")).to_have_value(f"<answer>{game.actions[-1]}</answer>")
+        page.get_by_role("button", name="One turn").click()
+        row = turns.nth(game.turns - 1)
+        expect(row.locator(".chosen")).to_have_text(game.actions[-1])
+        expect(row.locator(".thought")).to_have_text("so I must")
+        expect(row.locator(".meta")).to_contain_text(f"reward {'+' * (turn.reward > 0)}{turn.reward:g}")
+        expect(picture).to_have_attribute("alt", f"frozen_lake, picture {game.turns} of {game.turns}")
         frames.add(picture.get_attribute("src"))
     outcome = f"Solved after {game.turns} turn{'s' * (game.turns > 1)}, return {round(total, 6):g}."
-    expect(page.get_by_label("Status")).to_have_value(outcome)
+    expect(page.locator("#status b")).to_have_text(outcome)
     assert game.success and len(frames) == game.turns + 1
-    expect(page.get_by_role("button", name="Next turn")).to_be_disabled()
+    expect(page.locator("#film .badge")).to_have_text("solved")
+    for name in ("One turn", "Play the level"):
+        expect(page.get_by_role("button", name=name)).to_be_disabled()
     assert model.params[0] == SamplingParams(64), "as in the rollouts"
+
+
+@pytest.mark.thorough
+@in_browser
+def test_a_whole_level_plays_itself_and_the_film_is_scrubbed(
+    alone: str, visit: Callable[..., Any], model: Script
+) -> None:
+    """The film follows what is played; its slider goes back, and its speed is chosen."""
+    model.text = lambda: "<think>" + "x" * len(model.begun) + "</think><answer>Left</answer>"
+    page = visit(alone)
+    turns = open_play(page)
+    expect(page.get_by_label("speed")).to_be_hidden()  # there is one picture
+    page.get_by_role("button", name="Play the level").click()
+    page.get_by_label("speed").select_option("4")
+    expect(page.locator("#film .badge")).not_to_be_empty()
+    count = len(model.begun)
+    assert turns.count() == count > 1 and page.get_by_label("speed").input_value() == "4"
+    place = page.locator("#film output")
+    expect(place).to_have_text(f"{count} / {count}")
+    page.get_by_label("moment").focus()
+    page.keyboard.press("Home")
+    expect(place).to_have_text(f"0 / {count}")
+    page.get_by_label("play", exact=True).click()
+    expect(place).to_have_text(f"{count} / {count}")
+    page.get_by_role("button", name=f"turn {count - 1}", exact=True).click()
+    expect(turns.nth(count - 2)).to_have_attribute("aria-current", "step")
+    page.get_by_label("Level").fill("3")
+    expect(page.locator("#film h2")).to_contain_text("level 3")
+    expect(page.get_by_role("button", name="Play the level")).to_be_enabled()
+    assert page.locator("#film .words").count() == 0
 
 
 @in_browser
@@ -571,17 +626,17 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
 def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., Any], model: Script) -> None:
     model.text, model.pause = lambda: "<think>" + "so " * 60, 0.05
     page = visit(alone)
-    page.get_by_role("tab", name="Play").click()
+    open_play(page)
     page.get_by_label("Environment").click()
     page.get_by_role("option", name="countdown").click()
-    page.get_by_role("button", name="Open the level").click()
-    expect(page.locator("#state pre")).to_contain_text("The numbers are")
-    page.get_by_role("button", name="Next turn").click()
-    expect(page.get_by_label("Thought of the last turn")).to_have_value(re.compile("so so so"))
+    expect(page.locator("#film .seen").last).to_contain_text("The numbers are")
+    assert page.locator("#film img").count() == 0
+    page.get_by_role("button", name="Play the level").click()
+    expect(page.locator("#status span")).to_contain_text("so so so")
     page.get_by_role("button", name="Stop").locator("visible=true").click()
-    expect(page.get_by_role("button", name="Next turn")).to_be_enabled()
-    expect(page.get_by_label("Status")).to_have_value(re.compile("Turn 1 of"))
-    assert len(model.ended) == 1 and page.locator("#turns tr").count() == 0
+    expect(page.get_by_role("button", name="One turn")).to_be_enabled()
+    expect(page.locator("#status b")).to_contain_text("Turn 1 of")
+    assert len(model.ended) == 1 and page.locator("#film .words").count() == 0
 
 
 @in_browser
@@ -592,21 +647,18 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     """Another level is opened while the turn is written, and while it waits; and numbers that are no level's."""
     model.text, model.pause = lambda: "<think>" + "so " * 60, 0.05
     page, other = visit(alone, allowed="500"), Client(alone)
-    page.get_by_role("tab", name="Play").click()
-    level, start = page.get_by_label("Level"), page.get_by_role("button", name="Open the level")
-    step, told = page.get_by_role("button", name="Next turn"), page.get_by_label("Observation")
-    start.click()
-    expect(told).to_have_value(re.compile("."))
+    open_play(page)
+    level, step = page.get_by_label("Level"), page.get_by_role("button", name="One turn")
 
     def open_another(number: int) -> None:
         game = Episode(envs.make("frozen_lake"), Protocol(), derive_seed(0, "frozen_lake", number - 1), "test")
         level.fill(str(number))
-        start.click()
-        expect(told).to_have_value(game.messages[-1]["content"])
+        expect(page.locator("#film h2")).to_contain_text(f"level {number}")
+        expect(page.locator("#film .seen").last).to_have_text(game.messages[-1]["content"], use_inner_text=True)
         expect(step).to_be_enabled()
 
     step.click()
-    expect(page.get_by_label("Thought of the last turn")).to_have_value(re.compile("so so so"))
+    expect(page.locator("#status span")).to_contain_text("so so so")
     open_another(7)
     wait_until(lambda: model.ended)
     assert model.ended[0] < 60
@@ -620,12 +672,11 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     other.result(waits)
     other.result(other.submit("last"))  # whatever had waited before it is over
     assert len(model.begun) == 3 and "last" in model.begun[2]
-    expect(page.get_by_label("Status")).to_have_value(re.compile("Turn 1 of"))
-    expect(page.get_by_label("Thought of the last turn")).to_have_value("")
-    assert page.locator("#turns tr").count() == 0
-    for count, number in enumerate(("0", "-3", ""), 1):
+    expect(page.locator("#status b")).to_contain_text("Turn 1 of")
+    expect(page.locator("#status span")).to_have_text("")
+    assert page.locator("#film .words").count() == 0
+    for count, number in enumerate(("0", "-3"), 1):
         level.fill(number)
-        start.click()
         expect(page.get_by_text("Levels are numbered from 1.")).to_have_count(count)
     assert capfd.readouterr().err == ""
 
@@ -646,13 +697,13 @@ def own_prompts(tmp_path: Path) -> EnvSection:
 def test_own_prompts_are_scored_in_the_browser_too(
     cfg: ChatRun, both: list[Scripted], model: Script, own_prompts: EnvSection
 ) -> None:
-    tab, seat = playing.PlayTab({"model 1": both[0]}, cfg.model_copy(update={"envs": [own_prompts]})), playing.Seat()
+    tab, seat = play_tab({"model 1": both[0]}, cfg.model_copy(update={"envs": [own_prompts]})), playing.Seat()
     for said, reward, status in (("5", 1, "Solved"), ("6", 0, "Not solved (wrong answer)")):
         model.text = lambda said=said: said
         tab.open(seat, "model 1", "prompts", 1, playing.ROLLOUTS)
         list(tab.turn(seat))
         assert seat.turns == [["1", said, f"{said}, reward {reward}"]]
-        assert tab.view(seat)[1] == f"{status} after 1 turn, return {reward}."
+        assert f"<b>{status} after 1 turn, return {reward}.</b>" in tab.view(seat)[1]
 
 
 def test_tools_are_called_in_the_browser(
@@ -662,16 +713,52 @@ def test_tools_are_called_in_the_browser(
     call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2+3"}}\n</tool_call>'
     env = own_prompts.model_copy(update={"tools": ["examples.own_tool:calculate"]})
     update = {"envs": [env], "max_completion_length": 200}
-    tab, seat = playing.PlayTab({"model 1": both[0]}, cfg.model_copy(update=update)), playing.Seat()
+    tab, seat = play_tab({"model 1": both[0]}, cfg.model_copy(update=update)), playing.Seat()
     tab.open(seat, "model 1", "prompts", 1, playing.ROLLOUTS)
     model.text = lambda: call
     list(tab.turn(seat))
-    _, status, observation, *_ = tab.view(seat)
-    assert (status, observation) == ("Turn 2, return so far 0", "5")
+    shown, status, *_ = tab.view(seat)
+    assert "<b>Turn 2, return so far 0.</b>" in status
+    assert shown["row"]["messages"][-1] == {"role": "tool", "content": "5"} and shown["row"]["won"] is None
     model.text = lambda: "5"
     list(tab.turn(seat))
     assert seat.turns == [["1", call, "calls calculate, reward 0"], ["2", "5", "5, reward 1"]]
-    assert tab.view(seat)[1] == "Solved after 2 turns, return 1."
+    assert "<b>Solved after 2 turns, return 1.</b>" in tab.view(seat)[1]
+    row = tab.view(seat)[0]["row"]
+    assert (row["end"], row["moments"], row["actions"]) == ("solved", [[0, 0], [1, 0]], [[], ["5"]])
+    with pytest.raises(gradio.Error, match="not over"):
+        next(tab.play(seat))
+
+
+def test_every_action_of_a_turn_is_a_picture_of_the_level_that_is_played(
+    cfg: ChatRun, both: list[Scripted], model: Script
+) -> None:
+    options = {"max_turns": 2, "max_actions_per_turn": 3}
+    two = cfg.model_copy(update={"protocol": cfg.protocol.model_copy(update=options)})
+    tab, seat = play_tab({"model 1": both[0]}, two), playing.Seat()
+    model.text = lambda: "<think></think><answer>Left || Left</answer>"
+    shown, *_ = tab.open(seat, "model 1", "frozen_lake", 1, playing.ROLLOUTS)
+    assert shown["row"]["moments"] == [(-1, 0)] and len(shown["pictures"]) == 1
+    assert seat.film is not None and seat.level is not None
+    list(tab.turn(seat))
+    row = seat.film.state(1)["row"]
+    done = len(row["actions"][0])
+    assert done >= 1 and row["actions"][0] == ["Left"] * done and len(row["frames"]) == 1 + done
+    assert row["moments"] == [(-1, 0), *((0, number) for number in range(1, 1 + done))]
+    drawn = envs.make("frozen_lake", render_mode="rgb_array")
+    drawn.reset(seed=seat.level.episode.seed, options={"split": "test"})
+    for action in row["actions"][0]:
+        drawn.step(action)
+    assert seat.film.pictures.add([drawn.render()]) == [row["frames"][-1]]
+
+
+def test_a_level_that_cannot_be_opened_leaves_none(cfg: ChatRun, both: list[Scripted]) -> None:
+    tab, seat = play_tab({"model 1": both[0]}, cfg), playing.Seat()
+    tab.open(seat, "model 1", "frozen_lake", 1, playing.ROLLOUTS)
+    with pytest.raises(gradio.Error, match="--play nothing_like_it"):
+        tab.open(seat, "model 1", "nothing_like_it", 1, playing.ROLLOUTS)
+    assert tab.view(seat)[:2] == (None, "")
+    assert all(each == gradio.skip() for each in tab.open(seat, "model 1", "frozen_lake", None, playing.ROLLOUTS))
 
 
 # ------------------------------------------------------------------------------------------------------ many, and few
@@ -834,17 +921,114 @@ def test_the_page_is_readable_on_any_screen(
 ) -> None:
     page = visit(pair, width, scheme)
     send(page, "Hi")
-    expect(said(page, "B")).to_have_text("yes")
+    expect(said(page, 1)).to_have_text("yes")
     at_rest(page)
+    if width < 500:  # both answers and the message are in sight at once
+        page.evaluate("scrollTo(0, 0)")
+        for each in (said(page, 0), said(page, 1), page.get_by_role("button", name="Send")):
+            expect(each).to_be_in_viewport()
     page.get_by_text("Settings").click()
-    expect(page.get_by_label("Preset B")).to_be_visible()
+    expect(page.get_by_label("Preset").last).to_be_visible()
     readable(page, width)
-    page.get_by_role("tab", name="Play").click()
-    page.get_by_role("button", name="Open the level").click()
-    expect(page.locator("#state img")).to_be_visible()
-    page.get_by_role("button", name="Next turn").click()
-    expect(page.locator("#turns tr")).to_have_count(2)
+    turns = open_play(page)
+    page.get_by_role("button", name="One turn").click()
+    expect(page.locator("#film .words")).to_have_count(1)
+    expect(turns).to_have_count(2)  # the second one is what the model reads next
     readable(page, width)
+
+
+@pytest.mark.thorough
+@in_browser
+def test_the_page_names_its_models_and_an_example_is_sent(
+    pair: str, visit: Callable[..., Any], model: Script, both: list[Scripted]
+) -> None:
+    page = visit(pair)
+    assert page.title() == "Chat with model 1 and model 2"
+    expect(page.get_by_role("heading", level=1)).to_have_text("model 1 and model 2")
+    for side, name in enumerate(("model 1", "model 2")):
+        header = page.locator(f"#about-{side}")
+        expect(header.get_by_role("heading", level=2)).to_have_text(name)
+        expect(header).to_contain_text("million parameters. Its folder does not name its training.")
+        expect(page.locator(f"#side-{side} .example")).to_have_count(6)
+    wanted = page.locator("#side-1 .example").nth(3)
+    text = wanted.inner_text()
+    wanted.focus()
+    page.keyboard.press("Enter")
+    for side in range(2):
+        expect(said(page, side)).to_have_text("yes")
+        expect(said(page, side, "user")).to_have_text(text)
+    at_rest(page)
+    assert page.locator("#figures tr").first.inner_text().split() == ["model", "1", "model", "2"]
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator("#side-1 .example")).to_have_count(6)
+
+
+@in_browser
+@pytest.mark.slow
+def test_calls_of_tools_are_steps_that_unfold(
+    cfg: ChatRun, both: list[Scripted], model: Script, visit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in them is shown as it was written, and so is the name of a tool that does not exist."""
+    monkeypatch.setattr(Generator, "context", 8192)
+    update = {"tools": ["examples.own_tool:calculate"], "max_new_tokens": 400}
+    calls = [{"name": name, "arguments": {"expression": HOSTILE}} for name in ("calculate", "**b** <img src=x>")]
+    turns = iter([*(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls), "It is 5."])
+    model.text = lambda: next(turns)
+    with in_thread(server.build_page({"model 1": both[0]}, cfg.model_copy(update=update), None)) as address:
+        page = visit(address)
+        send(page, "What is 2+3?")
+        expect(page.locator("#side-0").get_by_text("It is 5.")).to_be_visible()
+        at_rest(page)
+        steps = page.locator("#side-0 .thought-group")
+        names = ["calculate", "a tool that does not exist"]
+        expect(steps).to_have_count(4)
+        for number, title in enumerate(f"{what} {name}" for name in names for what in ("Calls", "Result of")):
+            expect(steps.nth(number).get_by_text(title)).to_be_visible()
+        expect(page.get_by_text("<tool_call>")).to_have_count(0)
+        for number in range(4):
+            steps.nth(number).get_by_role("button").focus()
+            page.keyboard.press("Enter")
+        expect(steps.nth(0)).to_contain_text("<script>window.hacked = 1")
+        expect(steps.nth(2)).to_contain_text("**b** <img src=x>")
+        assert page.evaluate("window.hacked") is None and page.locator("#side-0 :is(img, script, strong)").count() == 0
+
+
+def test_what_the_page_says_about_models(
+    cfg: ChatRun, both: list[Scripted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    generated = {"path": "embedded", "kind": "capybara", "train": 1200, "examples": ["<b>Hello</b>", "Tell me more."]}
+    mine = {"path": "/home/ana/rows.jsonl", "kind": "messages", "train": 30}
+    history = [
+        {"phase": "phase1", "data": [generated], "results": []},
+        {"phase": "phase2", "data": [mine], "results": []},
+        {"phase": "phase3", "data": [], "results": [{"name": "frozen_lake, test levels: success"}]},
+    ]
+    name = "runs/mine/phase3/final"
+    models.save(Path(name), both[0].model, both[0].chat, {}, source=ModelSection(name_or_path="x"))
+    monkeypatch.setattr(about.model_card, "history", lambda place: history if place == name else [])
+    with_own = cfg.model_copy(update={"examples": ["My own?"]})
+    ours, hub = about.describe_models({name: both[0], "owner/Name-1B": both[1]}, with_own).values()
+    assert (ours.title, hub.title) == ("mine/phase3", "Name-1B")
+    told = "SFT on 1,200 generated rows (capybara); DPO on 30 pairs of rows.jsonl; StarPO in frozen_lake."
+    assert ours.trained.endswith(f"million parameters. {told}") and ours.examples == generated["examples"]
+    assert hub.trained.endswith("Its training is described on its card.")
+    assert hub.card == "https://huggingface.co/owner/Name-1B" and hub.examples == list(about.GENERAL)
+    shown = about.about_html(hub, "h2", "greedy")
+    assert shown.startswith("<h2>Name-1B</h2>") and f'href="{hub.card}"' in shown
+    assert "<b>" not in about.about_html(about.About("<b>", "<b>", "", []), "h2", "<b>")
+    (alone,) = about.describe_models({"elsewhere/mine": both[0]}, with_own).values()
+    assert alone.examples == ["My own?", *about.GENERAL[:5]]
+    same = about.describe_models({"a/mine": both[0], "b/mine": both[1]}, cfg)
+    assert [each.title for each in same.values()] == ["a/mine", "b/mine"]
+
+
+def test_two_settings_of_one_model_are_told_apart(cfg: ChatRun, both: list[Scripted]) -> None:
+    tab = chat_tab({"model": both[0]}, cfg)
+    greedy, plain = cfg.presets["greedy"], cfg.presets["plain"]
+    assert tab.names([("model", greedy), ("model", plain)]) == ["greedy", "temperature 1"]
+    assert tab.names([("model", greedy), ("model", greedy)]) == ["first", "second"]
+    assert tab.names([("model", greedy)]) == ["model"]
 
 
 def readable(page: Any, width: int) -> None:
@@ -899,9 +1083,9 @@ def test_the_script_opens_a_page_that_asks_for_a_password(
             expect(page.get_by_text("Incorrect")).to_be_visible()
             assert time.monotonic() - began > 0.2
     send(page, "Hi")
-    for side in ("A", "B"):
+    for side, place in enumerate(places):
         expect(said(page, side)).to_have_count(1)
-        expect(page.locator(f"#side-{side}")).to_contain_text(f"{side}: {places[side == 'B']}, greedy")
+        expect(page.locator(f"#about-{side}")).to_contain_text(re.compile(f"^{place.name}.*Sampling: greedy"))
     at_rest(page)
     running[0].should_exit = True
     thread.join(20)

@@ -27,11 +27,8 @@ def wait_until_idle(what: Any) -> None:
         time.sleep(0.02)
 
 
-def html_table(rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """Return an HTML table; the first cell of a row is its heading. kind: CSS class of all cells."""
-
-    def cell(tag: str, text: str) -> str:
-        return f"<{tag}{kind and f' class={kind}'}>{html.escape(text)}</{tag}>"
-
-    lines = (cell("th", first) + "".join(cell("td", text) for text in rest) for first, *rest in rows)
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table; the first cell of a row is its heading."""
+    lines = (f"<th>{html.escape(first)}</th>" + "".join(f"<td>{html.escape(text)}</td>" for text in rest)
+             for first, *rest in rows)  # fmt: skip
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import getpass
+import html
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import ChatRun
@@ -15,20 +17,6 @@ if TYPE_CHECKING:
     from posttrain.serving.generation import Generator
 
 PASSWORD = "CHAT_PASSWORD"  # an environment variable: every user of a machine can read a command line
-STYLE = """
-.dark { --color-accent: var(--primary-400) !important; }
-.gradio-container { max-width: 1280px !important; }
-.figures table { border: 0; border-collapse: collapse; font-size: 14px; }
-.figures table :is(tr, th, td) { border: 0; background: none; }
-.figures table tr + tr { border-top: 1px solid var(--border-color-primary); }
-.figures :is(th, td) { padding: 3px 20px 3px 0; text-align: right; vertical-align: top; font-weight: normal; }
-.figures :is(th:first-child, td.words) { text-align: left; }
-.figures td { font-variant-numeric: tabular-nums; }
-.figures td.words:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; }
-.message-markdown-disabled, .message-markdown-disabled * { white-space: pre-wrap !important; tab-size: 4; }
-#state img { display: block; width: min(100%, 320px); border-radius: 6px; }
-#state pre { font-size: 16px; line-height: 1.4; overflow-x: auto; }
-"""
 
 
 def require_gradio() -> None:
@@ -72,17 +60,21 @@ def build_page(generators: dict[str, Generator], cfg: ChatRun, password: str | N
     from fastapi import FastAPI
 
     from envs.guard import OwnPagesOnly, WholeRequests
+    from posttrain.serving.web_chat.about import describe_models
     from posttrain.serving.web_chat.events import ONE_AT_A_TIME
     from posttrain.serving.web_chat.guard import Password, Visitors, most_bytes, one_place_a_page
     from posttrain.serving.web_chat.playing import PlayTab
     from posttrain.serving.web_chat.talking import ChatTab
 
-    title = "Chat" if password is not None else f"Chat: {next(iter(generators))}"  # shown before the login
+    abouts = describe_models(generators, cfg)
+    names = " and ".join(about.title for about in abouts.values())
+    title = "Chat" if password is not None else f"Chat with {names}"  # shown before the login
     with gradio.Blocks(title=title, analytics_enabled=False) as page:
+        gradio.HTML(f"<h1>{html.escape(names)}</h1>", elem_id="title")
         with gradio.Tab("Chat"):
-            ChatTab(generators, cfg).build()
-        with gradio.Tab("Play"):
-            PlayTab(generators, cfg).build()
+            ChatTab(generators, cfg, abouts).build()
+        with gradio.Tab("Play") as play:
+            PlayTab(generators, cfg, abouts).build(play)
     one_place_a_page(page, ONE_AT_A_TIME["concurrency_id"])
     if password is not None:  # the login page would list every event, with the models' names
         page.get_api_info = lambda *_, **__: {"named_endpoints": {}, "unnamed_endpoints": {}}
@@ -102,7 +94,7 @@ def build_page(generators: dict[str, Generator], cfg: ChatRun, password: str | N
         pwa=False,
         mcp_server=False,
         theme=theme(),
-        css=STYLE,
+        css=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
     )
     app.add_middleware(WholeRequests, most=most_bytes)  # the middleware that is added last sees a request first
     if password is not None:
@@ -123,8 +115,10 @@ def theme() -> Any:
         "block_title_text_color": "*neutral_600",
         "input_placeholder_color": "*neutral_500",
         "color_accent": "*primary_700",
+        "button_primary_background_fill": "*primary_600",
+        "button_primary_background_fill_hover": "*primary_700",
     }
-    dark = {f"{name}_dark": "*neutral_300" for name in readable if name != "color_accent"}
+    dark = {f"{name}_dark": "*neutral_300" for name, colour in readable.items() if "neutral" in colour}
     return Default(primary_hue="blue", font=system, font_mono=code).set(**readable, **dark)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import gradio
@@ -17,6 +19,7 @@ from posttrain.config import ChatRun, SamplingSection
 from posttrain.serving.conversation import Answering, Conversation, open_tools
 from posttrain.serving.display import describe_sampling, repetition_figures
 from posttrain.serving.generation import Answer, Generator
+from posttrain.serving.web_chat.about import About, about_html
 from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, html_table, page_error, wait_until_idle
 from posttrain.types import UserError, derive_seed
 
@@ -33,6 +36,7 @@ DOWNLOAD = """(rows) => {
 FOCUS = """() => {
   if (document.activeElement === document.body) document.querySelector("#message textarea").focus();
 }"""
+PLAIN = re.compile(r"[^\W_]+([_-][^\W_]+)*")  # text without Markdown
 Shown = list[Any]  # messages as gradio takes them
 
 
@@ -56,6 +60,7 @@ class Talk:
     pending: str = ""  # a message without an answer
     waiting: bool = False  # while it may still get an answer
     settings: list[list[str]] = field(default_factory=lambda: [[], []])  # of each answer in `sides`
+    names: list[str] = field(default_factory=list)  # of the sides with the last answers
     seconds: dict[str, float] = field(default_factory=dict)  # of each of the last answers
     busy: bool = False  # while an answer is being written
     discarded: bool = False  # `reset` ends it
@@ -77,39 +82,37 @@ class Talk:
     def shown(self, number: int) -> Shown:
         """Return the messages of a side, with the answer that is being written."""
         talk = self.sides[number]
-        messages = [each for each in talk.messages() if each["role"] != "system"] if talk else []
+        messages: list[Any] = [each for each in talk.messages() if each["role"] != "system"] if talk else []
         if self.waiting:
             messages.append({"role": "user", "content": self.pending})
             for each in list(self.answering.values())[number : number + 1]:
                 messages += each.before
                 messages += [{"role": "assistant", "content": each.current.text}] if each.current.ids else []
-        # gradio reads every text as HTML, whatever `render_markdown` is: a model's <img> would be loaded. It would also
-        # remove the indentation of a plain string.
-        return [
-            {"role": role, "content": [{"type": "text", "text": html.escape(text, quote=False)}]}
-            for role, text in map(_as_said, messages)
-        ]
+        return [_shown(message, following) for message, following in pairwise([*messages, {}])]
 
 
 class ChatTab:
-    """The tab and its events. generators: one or two models by name."""
+    """The tab and its events. generators: one or two models by name. abouts: what the page says about each."""
 
-    def __init__(self, generators: dict[str, Generator], cfg: ChatRun) -> None:
-        self.generators, self.cfg, self.tools = generators, cfg, open_tools(cfg.tools)
+    def __init__(self, generators: dict[str, Generator], cfg: ChatRun, abouts: dict[str, About]) -> None:
+        self.generators, self.cfg, self.abouts, self.tools = generators, cfg, abouts, open_tools(cfg.tools)
 
     def build(self) -> None:
         cfg, names = self.cfg, list(self.generators)
+        others = [name for name in cfg.presets if name != cfg.preset]
+        second = cfg.preset if len(names) > 1 or not others else others[0]
+        self.chosen = [(names[0], cfg.preset), (names[-1], second)]  # at first, of each side
         self.talk = gradio.State(Talk())
-        with gradio.Row():
-            self.chatbots = [self.chatbot(letter, visible=letter == "A" or len(names) > 1) for letter in "AB"]
+        with gradio.Row(elem_classes="sides"):
+            self.columns, self.headers, self.chatbots = zip(*map(self.side, range(2)), strict=True)
         self.message = gradio.Textbox(
             label="Message", show_label=False, placeholder="Write a message; Enter sends it", submit_btn=SEND,
             elem_id="message", autofocus=True, max_lines=12,
         )  # fmt: skip
         self.sent = gradio.Textbox(visible=False)
-        with gradio.Row():
-            self.new = gradio.Button("New conversation")
-            self.export = gradio.Button("Export")
+        with gradio.Row(elem_classes="actions"):
+            self.new = gradio.Button("New conversation", size="sm", min_width=130)
+            self.export = gradio.Button("Export", size="sm", min_width=80)
             self.rows = gradio.Textbox(visible=False)
         self.figures = gradio.HTML(elem_id="figures", elem_classes="figures")
         with gradio.Accordion("Settings", open=False):
@@ -125,62 +128,82 @@ class ChatTab:
                 1, longest, min(longest, cfg.max_new_tokens), step=1, label="Longest answer, in tokens"
             )
             with gradio.Row():
-                others = [name for name in cfg.presets if name != cfg.preset]
-                second = cfg.preset if len(names) > 1 or not others else others[0]
-                self.settings = [self.setting("A", names[0], cfg.preset), self.setting("B", names[-1], second)]
+                self.settings = [self.setting(side) for side in range(2)]
         self.connect()
 
-    def chatbot(self, letter: str, *, visible: bool) -> gradio.Chatbot:
-        """Return a chatbot that shows plain text, without Markdown, HTML or pictures from other addresses."""
-        return gradio.Chatbot(
-            label=letter, visible=visible, height=420, render_markdown=False, buttons=[], layout="bubble",
-            min_width=300, elem_id=f"side-{letter}",
-        )  # fmt: skip
+    def side(self, number: int) -> tuple[gradio.Column, gradio.HTML, gradio.Chatbot]:
+        """Return the column of a side, what it says about its model, and its messages.
 
-    def setting(self, letter: str, model: str, preset: str) -> list[Any]:
+        The chatbot shows plain text, without Markdown, HTML or pictures from other addresses.
+        """
+        beside, (name, preset) = len(self.generators) > 1, self.chosen[number]
+        with gradio.Column(visible=number == 0 or beside, min_width=300, elem_classes="side") as column:
+            header = gradio.HTML(self.header(name, self.cfg.presets[preset], beside=beside), elem_id=f"about-{number}")
+            chatbot = gradio.Chatbot(
+                label=self.abouts[name].title, show_label=False, height="min(52svh, 540px)", render_markdown=False,
+                buttons=[], layout="bubble", elem_id=f"side-{number}", examples=self.examples(name),
+            )  # fmt: skip
+        return column, header, chatbot
+
+    def header(self, name: str, how: SamplingSection, *, beside: bool) -> str:
+        """Return what a side says about its model, with the model's name where there are two sides."""
+        return about_html(self.abouts[name], "h2" if beside else "", describe_sampling(how))
+
+    def examples(self, name: str) -> list[Any]:
+        return [{"text": text} for text in self.abouts[name].examples]
+
+    def setting(self, side: int) -> list[Any]:
         """Return the components of one side: model, preset, and the SLIDERS."""
-        presets = self.cfg.presets
+        presets, several, (model, preset) = self.cfg.presets, len(self.generators) > 1, self.chosen[side]
 
         def values(name: str) -> list[float]:
             return [getattr(each, name) for each in presets.values()]
 
-        with gradio.Column(min_width=260, visible=letter == "A" or len(self.generators) > 1) as column:
-            gradio.Markdown(f"### {letter}")
-            choices = gradio.Dropdown(list(self.generators), value=model, label=f"Model {letter}", interactive=True)
-            choices.visible = len(self.generators) > 1
-            chosen = gradio.Dropdown([*presets, OWN], value=preset, label=f"Preset {letter}", interactive=True)
+        with gradio.Column(min_width=260, visible=side == 0 or several) as column:
+            models = [(about.title, name) for name, about in self.abouts.items()]
+            choices = gradio.Dropdown(models, value=model, label="Model", interactive=True, visible=several)
+            chosen = gradio.Dropdown([*presets, OWN], value=preset, label="Preset", interactive=True)
             heat, top_p, top_k, penalty = self.slid(preset)
             sliders = [
-                gradio.Slider(0, max(2.0, *values("temperature")), heat, step=0.05, label=f"Temperature {letter}"),
-                gradio.Slider(min(0.01, *values("top_p")), 1, top_p, step=0.01, label=f"Top-p {letter}"),
-                gradio.Slider(0, max(200, *values("top_k")), top_k, step=1, label=f"Top-k {letter} (0: all)"),
+                gradio.Slider(0, max(2.0, *values("temperature")), heat, step=0.05, label="Temperature"),
+                gradio.Slider(min(0.01, *values("top_p")), 1, top_p, step=0.01, label="Top-p"),
+                gradio.Slider(0, max(200, *values("top_k")), top_k, step=1, label="Top-k (0: all)"),
                 gradio.Slider(
-                    1, max(2.0, *values("repetition_penalty")), penalty, step=0.01, label=f"Repetition penalty {letter}"
+                    1, max(2.0, *values("repetition_penalty")), penalty, step=0.01, label="Repetition penalty"
                 ),
             ]
-        if letter == "B":
+        if side == 1:
             self.second = column
         return [choices, chosen, *sliders]
 
     def connect(self) -> None:
         view = [*self.chatbots, self.figures]
         inputs = [self.beside, self.system, self.longest, *self.settings[0], *self.settings[1]]
-        begun = self.message.submit(
-            self.begin, [self.message, self.talk, *inputs], [self.message, self.sent, *view], **QUICK
-        )
-        answered = begun.success(
-            self.answer, [self.sent, self.talk, *inputs], view, api_name="chat", show_progress_on=self.chatbots,
-            **ONE_AT_A_TIME,
-        )  # fmt: skip
-        for over in (answered.then, answered.failure):  # gradio calls `then` after a success and after a stop
-            over(self.settle, self.talk, [self.message, *view], **QUICK).then(
-                None, None, None, js=FOCUS, api_visibility="private"
+        asked = [self.message.submit, *(each.example_select(picked, None, self.message, **QUICK).then
+                                        for each in self.chatbots)]  # fmt: skip
+        answers = []
+        for ask in asked:
+            begun = ask(
+                self.begin,
+                [self.message, self.talk, *inputs],
+                [self.message, self.sent, *view, *self.headers],
+                **QUICK,
             )
-        self.message.stop(None, None, None, cancels=[answered], api_visibility="private")
+            answered = begun.success(
+                self.answer, [self.sent, self.talk, *inputs], view, show_progress_on=self.chatbots, **ONE_AT_A_TIME,
+                **({"api_visibility": "private"} if answers else {"api_name": "chat"}),
+            )  # fmt: skip
+            for over in (answered.then, answered.failure):  # gradio calls `then` after a success and after a stop
+                over(self.settle, self.talk, [self.message, *view], **QUICK).then(
+                    None, None, None, js=FOCUS, api_visibility="private"
+                )
+            answers.append(answered)
+        self.message.stop(None, None, None, cancels=answers, api_visibility="private")
         models = [setting[0] for setting in self.settings]
         gradio.on(
-            [self.new.click, self.beside.input, *(each.clear for each in self.chatbots), *(m.input for m in models)],
-            self.reset, [self.talk, self.beside], [self.message, *view, self.second], cancels=[answered], **QUICK,
+            [self.new.click, self.beside.input, *(model.input for model in models)],
+            self.reset, [self.talk, *inputs],
+            [self.message, *view, *self.headers, self.columns[1], self.second], cancels=answers, **QUICK,
         )  # fmt: skip
         self.export.click(self.exported, [self.talk, *models], self.rows, **QUICK).success(
             None, self.rows, None, js=DOWNLOAD, api_visibility="private"
@@ -195,17 +218,20 @@ class ChatTab:
             raise page_error("Write a message first.")
         request = self.read_settings(*inputs)
         talk.pending, talk.waiting, talk.answering = text, True, {}
-        labelled: list[Any] = [gradio.skip(), gradio.skip()]
+        shown: list[Any] = [gradio.skip(), gradio.skip()]
+        headers = list(shown)
         for side, (name, how) in enumerate(request.sides):
             talk.side(side, self.generators[name], request)
-            labelled[side] = gradio.Chatbot(talk.shown(side), label=f"{'AB'[side]}: {name}, {describe_sampling(how)}")
+            shown[side] = talk.shown(side)
+            headers[side] = self.header(name, how, beside=len(request.sides) > 1)
         waiting = gradio.Textbox("", submit_btn=False, stop_btn=STOP, interactive=False)
-        return waiting, text, *labelled, self.figured(talk)
+        return waiting, text, *shown, self.figured(talk), *headers
 
     def answer(self, text: str, talk: Talk, *inputs: Any) -> Iterator[tuple[Any, ...]]:
         """Write a token on each side in turn, until the answers end, are stopped, or the page is closed."""
         request = self.read_settings(*inputs)
         talk.pending, talk.waiting, talk.busy, talk.seconds = text, True, True, {}
+        talk.names = self.names(request.sides)
         # the same for both sides: they differ in the model or the settings
         seed = derive_seed(self.cfg.seed, "chat", talk.number)
         began = drawn = time.monotonic()
@@ -247,14 +273,17 @@ class ChatTab:
         talk.waiting = False
         return gradio.Textbox(talk.pending, submit_btn=SEND, stop_btn=False, interactive=True), *self.view(talk)
 
-    def reset(self, talk: Talk, beside: bool) -> tuple[Any, ...]:
+    def reset(self, talk: Talk, beside: bool, *inputs: Any) -> tuple[Any, ...]:
         """Start a new conversation, on one side or on both."""
         talk.discarded = True
         wait_until_idle(talk)
         vars(talk).update(vars(Talk()))
-        first = gradio.Chatbot([], label="A"), gradio.Chatbot([], label="B", visible=beside)
+        sides = self.read_settings(True, *inputs).sides
+        empty = [gradio.Chatbot([], label=self.abouts[name].title, examples=self.examples(name)) for name, _ in sides]
+        headers = [self.header(name, how, beside=beside) for name, how in sides]
         typing = gradio.Textbox("", submit_btn=SEND, stop_btn=False, interactive=True)
-        return typing, *first, self.figured(talk), gradio.Column(visible=beside)
+        column = gradio.Column(visible=beside)
+        return typing, *empty, self.figured(talk), *headers, column, gradio.Column(visible=beside)
 
     def exported(self, talk: Talk, *models: str) -> str:
         """Return a line of JSON for each side: a row of kind `messages` for phase 1, with each answer's settings."""
@@ -286,6 +315,15 @@ class ChatTab:
                 raise page_error(f"These settings cannot be used: {words}.") from error
         return MessageSettings(sides, (system or "").strip() or None, int(longest), self.tools)
 
+    def names(self, sides: list[tuple[str, SamplingSection]]) -> list[str]:
+        """Return what tells the sides apart: the models, or else the settings."""
+        titles = [self.abouts[name].title for name, _ in sides]
+        settings = [describe_sampling(how) for _, how in sides]
+        for names in (titles, settings):
+            if len(set(names)) == len(sides):
+                return names
+        return ["first", "second"]
+
     def view(self, talk: Talk) -> tuple[Any, ...]:
         """Return the values of both chatbots and of the figures."""
         return talk.shown(0), talk.shown(1), self.figured(talk)
@@ -297,13 +335,27 @@ class ChatTab:
             return ""
         speed = [f"{len(answer.ids) / max(talk.seconds[side], 1e-9):.0f}" for side, answer in answers.items()]
         forgotten = [str(side.forgotten) for side in talk.sides if side]
-        rows = [("", list(answers)), *repetition_figures(answers), ("tokens a second", speed)]
+        rows = [("", talk.names[: len(answers)]), *repetition_figures(answers), ("tokens a second", speed)]
         rows += [("turns out of the model's context", forgotten)] if any(map(int, forgotten)) else []
         return html_table([[label, *values] for label, values in rows])
 
 
-def _as_said(message: dict[str, Any]) -> tuple[str, str]:
-    """Return the role and the text of a message as gradio shows them, which knows no role of tools."""
-    if message["role"] != "tool":
-        return message["role"], message["content"]
-    return "assistant", f"[{message['name']}: {message['content']}]"
+def picked(event: gradio.SelectData) -> str:
+    """Return the example that was clicked."""
+    return event.value["text"]
+
+
+def _shown(message: dict[str, Any], following: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as gradio takes it; calls of tools and their results are steps that can be unfolded.
+
+    gradio reads every text as HTML, whatever `render_markdown` is: a model's <img> would be loaded. It would also drop
+    the indentation of a plain string.
+    """
+    role = "user" if message["role"] == "user" else "assistant"
+    shown = {"role": role, "content": [{"type": "text", "text": html.escape(message["content"], quote=False)}]}
+    tool = following if following.get("role") == "tool" and message["role"] != "tool" else message
+    if tool["role"] != "tool":
+        return shown
+    # A title is Markdown, and a model may call whatever it likes.
+    name = tool["name"] if PLAIN.fullmatch(tool["name"]) else "a tool that does not exist"
+    return shown | {"metadata": {"title": f"{'Result of' if tool is message else 'Calls'} {name}", "status": "done"}}
