@@ -28,7 +28,10 @@ def wait_until_idle(what: Any) -> None:
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table; the first cell of a row is its heading."""
-    lines = (f"<th>{html.escape(first)}</th>" + "".join(f"<td>{html.escape(text)}</td>" for text in rest)
-             for first, *rest in rows)  # fmt: skip
+    """Return an HTML table; the first cell of a row is its heading. A line may end after a slash."""
+
+    def cell(tag: str, text: str) -> str:
+        return f"<{tag}>{html.escape(text).replace('/', '/<wbr>')}</{tag}>"
+
+    lines = (cell("th", first) + "".join(cell("td", text) for text in rest) for first, *rest in rows)
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

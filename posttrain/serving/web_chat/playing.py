@@ -46,13 +46,13 @@ class PlayTab:
         seat, clicks = gradio.State(Seat()), gradio.Number(visible=False)
         with gradio.Row(elem_classes="choices"):
             model = gradio.Dropdown(
-                models, value=models[0][1], label="Model", visible=len(models) > 1, min_width=160, interactive=True
+                models, value=models[0][1], label="Model", visible=len(models) > 1, min_width=260, interactive=True
             )
             env = gradio.Dropdown(
                 titles, value=chosen[0] if chosen else "frozen_lake", label="Environment", min_width=160
             )
             level = gradio.Number(1, label="Level", precision=0, min_width=100)
-            preset = gradio.Dropdown([ROLLOUTS, *self.cfg.presets], value=ROLLOUTS, label="Sampling", min_width=160)
+            preset = gradio.Dropdown([ROLLOUTS, *self.cfg.presets], value=ROLLOUTS, label="Sampling", min_width=220)
         with gradio.Row(elem_classes="actions"):
             play = gradio.Button("Play the level", variant="primary", min_width=130, interactive=False)
             step = gradio.Button("One turn", min_width=90, interactive=False)
