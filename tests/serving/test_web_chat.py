@@ -943,7 +943,7 @@ def test_the_page_names_its_models_and_an_example_is_sent(
     pair: str, visit: Callable[..., Any], model: Script, both: list[Scripted]
 ) -> None:
     page = visit(pair)
-    assert page.title() == "Chat with model 1 and model 2"
+    expect(page).to_have_title("Chat with model 1 and model 2")
     expect(page.get_by_role("heading", level=1)).to_have_text("model 1 and model 2")
     for side, name in enumerate(("model 1", "model 2")):
         header = page.locator(f"#about-{side}")
@@ -986,7 +986,7 @@ def test_calls_of_tools_are_steps_that_unfold(
             expect(steps.nth(number).get_by_text(title)).to_be_visible()
         expect(page.get_by_text("<tool_call>")).to_have_count(0)
         for number in range(4):
-            steps.nth(number).get_by_role("button").focus()
+            steps.nth(number).locator(".title").focus()
             page.keyboard.press("Enter")
         expect(steps.nth(0)).to_contain_text("<script>window.hacked = 1")
         expect(steps.nth(2)).to_contain_text("**b** <img src=x>")
