@@ -144,7 +144,7 @@ def history(name_or_path: str) -> list[dict[str, Any]]:
         return []
 
 
-def examples(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def card_examples(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return up to six messages that the first phase with such was trained on, of each of its sources in turn."""
     for one in records:
         of_sources = [source.get("examples", []) for source in one.get("data", [])]
@@ -215,7 +215,7 @@ def render_card(
         records=records,
         publication=publication,
         limits=_limits(records, bool(publication.rows)),
-        examples=examples(records),
+        examples=card_examples(records),
         own=model_type == "convgpt",  # which transformers does not know
         version=version("transformers"),
         METHODS=METHODS,

@@ -162,8 +162,8 @@ def test_examples_of_the_first_data_that_has_some_are_shown_in_turn() -> None:
         model_card.phase_record(phase, CONFIG, 1, data=data)
         for phase, data in (("phase1", with_some), ("phase2", [later]))
     ]
-    found = model_card.examples(records)
+    found = model_card.card_examples(records)
     assert found == ["2+3?", "Hello", "4+5?", "<b>Tell</b>", "6+7?", "8+9?"]
     content = card_of(records).content
     assert "- 2+3?\n- Hello\n" in content and "<b>" not in content and "Never shown" not in content
-    assert model_card.examples([{"data": [{"path": "a"}]}, {}]) == []
+    assert model_card.card_examples([{"data": [{"path": "a"}]}, {}]) == []

@@ -46,7 +46,10 @@ def describe_models(generators: Mapping[str, Generator], cfg: ChatRun) -> dict[s
     for (name, generator), title in zip(generators.items(), titles, strict=True):
         records = model_card.history(name)
         configured = cfg.examples if not described else []
-        shown = model_card.examples(records) or list(dict.fromkeys([*configured, *GENERAL]))[: model_card.MOST_EXAMPLES]
+        shown = (
+            model_card.card_examples(records)
+            or list(dict.fromkeys([*configured, *GENERAL]))[: model_card.MOST_EXAMPLES]
+        )
         size = sum(parameter.numel() for parameter in generator.model.parameters()) / 1e6
         published = bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
         trained = "; ".join(filter(None, map(_phase, records)))

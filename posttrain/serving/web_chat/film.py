@@ -66,7 +66,9 @@ class Film:
     def add(self, text: str, actions: list[str]) -> None:
         """Add a turn that was played."""
         self.turns.append((text, actions))
-        for action in actions if self.again is not None else ():
+        if self.again is None:
+            return
+        for action in actions:
             self.again.step(action)
             self._draw()
 
