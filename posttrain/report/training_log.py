@@ -58,6 +58,16 @@ CURVES = (
         (("evaluation/*/success", "*"),),
     ),
     Curve(
+        "Right answers to held-out prompts",
+        "The share of right answers to prompts that are not trained on; a fall means that something is forgotten.",
+        (("evaluation/math/*/accuracy", "*"), ("evaluation/*/accuracy", "*")),
+    ),
+    Curve(
+        "Repetition in answers to open prompts",
+        "The share of 4-grams that an answer has written before; it should stay low.",
+        (("evaluation/repetition/seq_rep_4", "share"),),
+    ),
+    Curve(
         "Success while training",
         "The share of sampled episodes that succeed; it should rise.",
         (("rollout/*/success", "*"),),

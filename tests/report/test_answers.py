@@ -237,3 +237,15 @@ def test_every_curve_has_a_sentence() -> None:
         assert curve.about.endswith(".") and len(curve.about) > 40, curve.title
     lines = training_log.curve_lines([{"step": 1, "rollout/sums/reward_math": 0.5}], (("rollout/*/reward_*", "*"),))
     assert lines == {"sums, math": [(1, 0.5)]}
+
+
+def test_suites_that_are_measured_while_training_are_drawn() -> None:
+    figures = {"evaluation/math/gsm8k/accuracy": 0.25, "evaluation/recall/accuracy": 0.5}
+    rows = [{"step": step, "evaluation/repetition/seq_rep_4": 0.1, **figures} for step in (0, 4)]
+    right, repeated = training_log.drawn(rows)
+    lines = training_log.curve_lines(rows, training_log.CURVES[5].lines)
+    assert right.title == training_log.CURVES[5].title and lines == {
+        "gsm8k": [(0, 0.25), (4, 0.25)],
+        "recall": [(0, 0.5), (4, 0.5)],
+    }
+    assert repeated.title.startswith("Repetition")
