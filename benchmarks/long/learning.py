@@ -75,10 +75,12 @@ ARMS = (
     }
 )
 LONG_TURNS = ["rollout.max_completion_length=112", "rollout.max_context=2048"]  # room for the next state in a thought
+LAKE = "name: frozen_lake, options: {observation: neighbours"  # as the player has learnt it
+BOX = "name: sokoban, options: {observation: neighbours, reward: sparse, deadlock_ends: true"
 ENVS: dict[str, list[str]] = {
-    "frozen-lake": ["envs=[frozen_lake]"],
-    "slippery": ["envs=[{name: frozen_lake, options: {slippery: true, success_rate: 0.8}}]"],
-    "sokoban": ["envs=[{name: sokoban, options: {reward: sparse, deadlock_ends: true}}]"],
+    "frozen-lake": [f"envs=[{{{LAKE}}}}}]"],
+    "slippery": [f"envs=[{{{LAKE}, slippery: true, success_rate: 0.8}}}}]"],
+    "sokoban": [f"envs=[{{{BOX}}}}}]"],
     "frozen-lake-seen": ["envs=[{name: frozen_lake, options: {observation: coordinates}}]", *LONG_TURNS],
     "sokoban-seen": [
         "envs=[{name: sokoban, options: {observation: coordinates, reward: sparse, deadlock_ends: true}}]",
@@ -86,17 +88,9 @@ ENVS: dict[str, list[str]] = {
     ],
 }
 EASY_FIRST: dict[str, list[str]] = {  # the second joins once half of the first one's validation levels are won
-    "frozen-lake": [
-        "envs=[{name: frozen_lake, label: easy, options: {frozen: 0.95}}, {name: frozen_lake, after: easy}]"
-    ],
-    "slippery": [
-        "envs=[{name: frozen_lake, label: easy},"
-        " {name: frozen_lake, after: easy, options: {slippery: true, success_rate: 0.8}}]"
-    ],
-    "sokoban": [
-        "envs=[{name: sokoban, label: easy, options: {reward: sparse, deadlock_ends: true, max_length: 2}},"
-        " {name: sokoban, after: easy, options: {reward: sparse, deadlock_ends: true}}]"
-    ],
+    "frozen-lake": [f"envs=[{{label: easy, {LAKE}, frozen: 0.95}}}}, {{after: easy, {LAKE}}}}}]"],
+    "slippery": [f"envs=[{{label: easy, {LAKE}}}}}, {{after: easy, {LAKE}, slippery: true, success_rate: 0.8}}}}]"],
+    "sokoban": [f"envs=[{{label: easy, {BOX}, max_length: 2}}}}, {{after: easy, {BOX}}}}}]"],
 }
 
 
