@@ -118,17 +118,18 @@ def test_what_is_finished_is_left_and_what_was_begun_goes_on(tmp_path: Path):
 def test_reinforcement_alone_is_evaluated_beside_the_model_it_began_with(tmp_path: Path, model: str | None):
     given = [] if model is None else [f"MODEL={model}"]
     phase3, evaluation = commands(tmp_path, *given, report="runs/real/report.html")
-    runs = [
-        config.resolve(schema, ROOT / words[4], [word for word in words[5:] if not word.startswith("--")])
-        for schema, words in ((StarPORun, phase3), (EvaluateRun, evaluation))
-    ]
     assert phase3[2] == "train_phase3_starpo.py" and evaluation[2] == "evaluate_model.py"
-    began = runs[0].model.name_or_path
+
+    def resolved(schema: Any, words: list[str]) -> Any:
+        return config.resolve(schema, ROOT / words[4], [word for word in words[5:] if not word.startswith("--")])
+
+    trained, measured = resolved(StarPORun, phase3), resolved(EvaluateRun, evaluation)
+    began = trained.model.name_or_path
     assert began == (model or "Qwen/Qwen2.5-0.5B-Instruct")
-    assert runs[1].checkpoints == {"base": began, "rl": f"{runs[0].output_dir}/final"}
-    trained, *others = runs[1].suites.envs.envs
-    assert trained.model_dump() == {key: getattr(runs[0].envs[0], key) for key in trained.model_dump()} and others
-    assert runs[1].suites.envs.protocol.max_turns == runs[0].protocol.max_turns
+    assert measured.checkpoints == {"base": began, "rl": f"{trained.output_dir}/final"}
+    played, *others = measured.suites.envs.envs
+    assert played.model_dump() == {key: getattr(trained.envs[0], key) for key in played.model_dump()} and others
+    assert measured.suites.envs.protocol.max_turns == trained.protocol.max_turns
     (tmp_path / "runs/real/neighbours").mkdir(parents=True)
     assert "--resume" not in phase3
     (tmp_path / "runs/real/neighbours/metrics.jsonl").touch()
