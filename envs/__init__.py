@@ -23,9 +23,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from envs.base import CAPABILITIES, SPLITS, TextEnv, known
 from envs.by_path import PATH, imported
-from envs.in_time import error_text
+from envs.in_time import named_error
 from envs.process_state import keep_process_state
-from envs.sentences import escaped
 
 __all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "option", "register"]
 
@@ -182,5 +181,4 @@ for _module in pkgutil.iter_modules(__path__):
             if _own and isinstance(_thing, type) and issubclass(_thing, TextEnv):
                 register(_thing)
     except (Exception, SystemExit) as _error:  # one file that a user is writing must not take the others with it
-        _words = f"{type(_error).__name__}: {escaped(error_text(_error))}"
-        _BROKEN[_module.name] = f"envs/{_module.name}.py cannot be used ({_words})."
+        _BROKEN[_module.name] = f"envs/{_module.name}.py cannot be used ({named_error(_error)})."

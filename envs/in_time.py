@@ -14,6 +14,8 @@ from concurrent.futures import wait
 from functools import cache
 from typing import Any
 
+from envs.sentences import escaped
+
 STUCK_SECONDS = 1.0  # in which a loop that no function blocks answers
 _LOCK = threading.Lock()  # tools run in threads
 
@@ -80,3 +82,8 @@ def error_text(error: BaseException) -> str:
         return " ".join(str(error).split())
     except Exception:
         return "(without words: its __str__ raised)"
+
+
+def named_error(error: BaseException) -> str:
+    """Return an exception's class and what it says, in one line that a terminal shows and does not obey."""
+    return f"{type(error).__name__}: {escaped(error_text(error))}"

@@ -29,10 +29,9 @@ from gymnasium.utils.env_checker import check_env
 from envs import SPLITS, TextEnv, gymnasium_id, make
 from envs.base import NoLevel
 from envs.episode import Episode
-from envs.in_time import error_text
+from envs.in_time import named_error
 from envs.players import demonstrate, next_action, play_scripted, player_names
 from envs.protocol import ACTION_SEP, Protocol, format_response, parse
-from envs.sentences import escaped
 from envs.web import NoAnswer
 
 LEVELS = 64  # drawn from each split to count the different ones
@@ -123,8 +122,7 @@ def where_raised(subject: Subject, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = inspect.getsourcefile(type(subject.make()))
     frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
-    place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
-    return f"it raised {type(error).__name__}: {escaped(error_text(error))} ({place})."
+    return f"it raised {named_error(error)} ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})."
 
 
 # -- the promises ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ RUN_CONFIG = "run_config.yaml"
 OF_A_PHASE = (RUN_CONFIG, "counts.json", "state.json")  # only folders that a phase has written hold one of these
 DASHBOARDS = "dashboards.json"  # the run's name on them
 WEIGHTS = "model.safetensors"
+CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for the templates of a tokenizer with several
 WEIGHTS_INDEX = "model.safetensors.index.json"  # names the files of weights that are in several
 
 _LARGE = {".safetensors", ".pt", ".pth", ".bin"}

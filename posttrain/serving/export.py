@@ -44,7 +44,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 ADAPTER_FILES = ("adapter_*", "README.md", *TOKENIZER_FILES)
-TEMPLATE_FOLDER = "additional_chat_templates"  # transformers' folder for the templates of a tokenizer with several
 # Names of embeddings in an adapter's file: alone, below LoRA, and below tokens that are trained by themselves.
 SAVED_EMBEDDINGS = ("weight", "base_layer.weight", "token_adapter.base_layer.weight")
 LONGEST = 8192  # tokens: Ollama keeps memory for all of them, and takes 4,096 where nothing is written
@@ -191,14 +190,15 @@ def make_room(out: Path) -> None:
 
 
 def listed_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
-    """Return files of a folder by their names in it, with the chat templates in `TEMPLATE_FOLDER`.
+    """Return files of a folder by their names in it, with the chat templates in `checkpoint.CHAT_TEMPLATES`.
 
     Other folders below it are left out: an earlier export may lie there.
     """
     files = {each.name: each for each in sorted(folder.iterdir()) if each.is_file()}
     found = {name: file for name, file in files.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     return found | {
-        f"{TEMPLATE_FOLDER}/{each.name}": each for each in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
+        f"{checkpoint.CHAT_TEMPLATES}/{each.name}": each
+        for each in sorted((folder / checkpoint.CHAT_TEMPLATES).glob("*.jinja"))
     }
 
 

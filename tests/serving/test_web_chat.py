@@ -719,7 +719,8 @@ def test_tools_are_called_in_the_browser(
     list(tab.turn(seat))
     shown, status, *_ = tab.view(seat)
     assert "<b>Turn 2, return so far 0.</b>" in status
-    assert shown["row"]["messages"][-1] == {"role": "tool", "content": "5"} and shown["row"]["won"] is None
+    result = {"role": "tool", "content": "5", "call": 'calculate(expression="2+3")', "failed": False}
+    assert shown["row"]["messages"][-1] == result and shown["row"]["won"] is None
     model.text = lambda: "5"
     list(tab.turn(seat))
     assert seat.turns == [["1", call, "calls calculate, reward 0"], ["2", "5", "5, reward 1"]]

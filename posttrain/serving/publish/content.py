@@ -17,7 +17,6 @@ from posttrain import files, models
 from posttrain.evaluation import digest
 from posttrain.models import model_card
 from posttrain.runtime import checkpoint
-from posttrain.serving.export import TEMPLATE_FOLDER
 from posttrain.serving.publish import measured, privacy
 from posttrain.types import UserError
 
@@ -34,7 +33,7 @@ MODEL = (
     "vocab.*",
     "merges.txt",
     "chat_template.jinja",
-    f"{TEMPLATE_FOLDER}/*.jinja",
+    f"{checkpoint.CHAT_TEMPLATES}/*.jinja",
     models.CODE,
     checkpoint.RUN_CONFIG,
 )
