@@ -146,7 +146,10 @@ TINY |= dict(hidden_size=64, num_key_value_heads=2, head_dim=16, tie_word_embedd
 def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, script: str, kind: str
 ) -> None:
-    """Training and evaluation; flash kernels take no mask and share the keys and values of grouped queries."""
+    """Training and evaluation; flash kernels take no mask and share the keys and values of grouped queries.
+
+    Not the answers that are written meanwhile, whose prompts are padded.
+    """
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY)).save_pretrained(tmp_path / "base")
     tiny_tokenizer.save_pretrained(tmp_path / "base")
     first = script == "train_phase1_sft"
@@ -163,6 +166,7 @@ def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
     config = yaml.safe_load((ROOT / "configs" / script.replace("train_", "")).with_suffix(".yaml").read_text())
     config |= {"output_dir": str(tmp_path / "run"), "report_to": "none"}
     config["model"]["name_or_path"] = str(tmp_path / "base")
+    config["evaluation"]["suites"] = {}
     config["data"] |= {"max_length": 96, "eval_rows": 8, "decontaminate": False}
     config["data"]["sources"] = [{"kind": "messages" if first else "preferences", "path": str(rows)}]
     # without a GPU, TRL refuses bfloat16 outside a CPU
