@@ -547,8 +547,8 @@ def test_tools_are_called_and_calls_results_and_errors_are_shown(
 def open_play(page: Any) -> Any:
     """Open the tab, which opens the first level; the list of the turns."""
     page.get_by_role("tab", name="Play").click()
-    expect(page.locator("#film .turns")).to_be_visible()
-    return page.locator("#film .turns > li")
+    expect(page.locator("#level-view .turns")).to_be_visible()
+    return page.locator("#level-view .turns > li")
 
 
 @pytest.mark.thorough
@@ -568,8 +568,8 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
     turns = open_play(page)
     page.get_by_role("button", name="Next level").click()
     game = Episode(envs.make("frozen_lake"), Protocol(), derive_seed(0, "frozen_lake", 1), "test")
-    picture = page.locator("#film img")
-    expect(page.locator("#film h2")).to_contain_text("level 2")
+    picture = page.locator("#level-view img")
+    expect(page.locator("#level-view h2")).to_contain_text("level 2")
     expect(turns.last.locator(".seen").last).to_have_text(game.messages[-1]["content"], use_inner_text=True)
     frames, total = {picture.get_attribute("src")}, 0.0
     while not game.done:
@@ -585,7 +585,7 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
     outcome = f"Solved after {game.turns} turn{'s' * (game.turns > 1)}, return {round(total, 6):g}."
     expect(page.locator("#status b")).to_have_text(outcome)
     assert game.success and len(frames) == game.turns + 1
-    expect(page.locator("#film .badge")).to_have_text("solved")
+    expect(page.locator("#level-view .badge")).to_have_text("solved")
     for name in ("One turn", "Play the level"):
         expect(page.get_by_role("button", name=name)).to_be_disabled()
     assert model.params[0] == SamplingParams(64), "as in the rollouts"
@@ -593,20 +593,20 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
 
 @pytest.mark.thorough
 @in_browser
-def test_a_whole_level_plays_itself_and_the_film_is_scrubbed(
+def test_a_whole_level_plays_itself_and_goes_back_by_the_slider(
     alone: str, visit: Callable[..., Any], model: Script
 ) -> None:
-    """The film follows what is played; its slider goes back, and its speed is chosen."""
+    """The player follows the level; its slider goes back, and its speed is chosen."""
     model.text = lambda: "<think>" + "x" * len(model.begun) + "</think><answer>Left</answer>"
     page = visit(alone)
     turns = open_play(page)
     expect(page.get_by_label("speed")).to_be_hidden()  # there is one picture
     page.get_by_role("button", name="Play the level").click()
     page.get_by_label("speed").select_option("4")
-    expect(page.locator("#film .badge")).not_to_be_empty()
+    expect(page.locator("#level-view .badge")).not_to_be_empty()
     count = len(model.begun)
     assert turns.count() == count > 1 and page.get_by_label("speed").input_value() == "4"
-    place = page.locator("#film output")
+    place = page.locator("#level-view output")
     expect(place).to_have_text(f"{count} / {count}")
     page.get_by_label("moment").focus()
     page.keyboard.press("Home")
@@ -616,9 +616,9 @@ def test_a_whole_level_plays_itself_and_the_film_is_scrubbed(
     page.get_by_role("button", name=f"turn {count - 1}", exact=True).click()
     expect(turns.nth(count - 2)).to_have_attribute("aria-current", "step")
     page.get_by_label("Level").fill("3")
-    expect(page.locator("#film h2")).to_contain_text("level 3")
+    expect(page.locator("#level-view h2")).to_contain_text("level 3")
     expect(page.get_by_role("button", name="Play the level")).to_be_enabled()
-    assert page.locator("#film .words").count() == 0
+    assert page.locator("#level-view .words").count() == 0
 
 
 @in_browser
@@ -629,14 +629,14 @@ def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., 
     open_play(page)
     page.get_by_label("Environment").click()
     page.get_by_role("option", name="countdown").click()
-    expect(page.locator("#film .seen").last).to_contain_text("The numbers are")
-    assert page.locator("#film img").count() == 0
+    expect(page.locator("#level-view .seen").last).to_contain_text("The numbers are")
+    assert page.locator("#level-view img").count() == 0
     page.get_by_role("button", name="Play the level").click()
     expect(page.locator("#status span")).to_contain_text("so so so")
     page.get_by_role("button", name="Stop").locator("visible=true").click()
     expect(page.get_by_role("button", name="One turn")).to_be_enabled()
     expect(page.locator("#status b")).to_contain_text("Turn 1 of")
-    assert len(model.ended) == 1 and page.locator("#film .words").count() == 0
+    assert len(model.ended) == 1 and page.locator("#level-view .words").count() == 0
 
 
 @in_browser
@@ -653,8 +653,8 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     def open_another(number: int) -> None:
         game = Episode(envs.make("frozen_lake"), Protocol(), derive_seed(0, "frozen_lake", number - 1), "test")
         level.fill(str(number))
-        expect(page.locator("#film h2")).to_contain_text(f"level {number}")
-        expect(page.locator("#film .seen").last).to_have_text(game.messages[-1]["content"], use_inner_text=True)
+        expect(page.locator("#level-view h2")).to_contain_text(f"level {number}")
+        expect(page.locator("#level-view .seen").last).to_have_text(game.messages[-1]["content"], use_inner_text=True)
         expect(step).to_be_enabled()
 
     step.click()
@@ -674,7 +674,7 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     assert len(model.begun) == 3 and "last" in model.begun[2]
     expect(page.locator("#status b")).to_contain_text("Turn 1 of")
     expect(page.locator("#status span")).to_have_text("")
-    assert page.locator("#film .words").count() == 0
+    assert page.locator("#level-view .words").count() == 0
     for count, number in enumerate(("0", "-3"), 1):
         level.fill(number)
         expect(page.get_by_text("Levels are numbered from 1.")).to_have_count(count)
@@ -740,9 +740,9 @@ def test_every_action_of_a_turn_is_a_picture_of_the_level_that_is_played(
     model.text = lambda: "<think></think><answer>Left || Left</answer>"
     shown, *_ = tab.open(seat, "model 1", "frozen_lake", 1, playing.ROLLOUTS)
     assert shown["row"]["moments"] == [(-1, 0)] and len(shown["pictures"]) == 1
-    assert seat.film is not None and seat.level is not None
+    assert seat.view is not None and seat.level is not None
     list(tab.turn(seat))
-    row = seat.film.state(1)["row"]
+    row = seat.view.state(1)["row"]
     done = len(row["actions"][0])
     assert done >= 1 and row["actions"][0] == ["Left"] * done and len(row["frames"]) == 1 + done
     assert row["moments"] == [(-1, 0), *((0, number) for number in range(1, 1 + done))]
@@ -750,7 +750,7 @@ def test_every_action_of_a_turn_is_a_picture_of_the_level_that_is_played(
     drawn.reset(seed=seat.level.episode.seed, options={"split": "test"})
     for action in row["actions"][0]:
         drawn.step(action)
-    assert seat.film.pictures.add([drawn.render()]) == [row["frames"][-1]]
+    assert seat.view.pictures.add([drawn.render()]) == [row["frames"][-1]]
 
 
 def test_a_level_that_cannot_be_opened_leaves_none(cfg: ChatRun, both: list[Scripted]) -> None:
@@ -933,7 +933,7 @@ def test_the_page_is_readable_on_any_screen(
     readable(page, width)
     turns = open_play(page)
     page.get_by_role("button", name="One turn").click()
-    expect(page.locator("#film .words")).to_have_count(1)
+    expect(page.locator("#level-view .words")).to_have_count(1)
     expect(turns).to_have_count(2)  # the second one is what the model reads next
     readable(page, width)
 

@@ -5,7 +5,7 @@ guard.py       whose requests are answered: the password, size limits, the queue
 about.py       what it says about a model: name, training, examples
 talking.py     the tab with the conversation: one or two answers, settings, figures, export
 playing.py     the tab where the model plays an environment, a turn or a level at a time
-film.py        that level for the player of posttrain/report (film.js follows it in the browser)
+level_view.py  that level for the player of posttrain/report (level_view.js follows it in the browser)
 events.py      functions of both tabs
 page.css       how it looks beside gradio's theme
 

@@ -14,7 +14,7 @@ import envs
 from posttrain.config import ChatRun, SamplingSection
 from posttrain.serving.generation import Generator
 from posttrain.serving.playing import PlayedLevel, describe_episode_end, open_played_env
-from posttrain.serving.web_chat import film
+from posttrain.serving.web_chat import level_view
 from posttrain.serving.web_chat.about import About
 from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, page_error, wait_until_idle
 from posttrain.types import UserError
@@ -27,7 +27,7 @@ class Seat:
     """The level of an open page; each page has its own."""
 
     level: PlayedLevel | None = None
-    film: film.Film | None = None  # of the level
+    view: level_view.LevelView | None = None  # of the level
     opened: int = 0  # levels so far; each turn belongs to one of them
     turns: list[list[str]] = field(default_factory=list)  # number, answer, result
     busy: bool = False  # while a turn is being played
@@ -59,7 +59,7 @@ class PlayTab:
             stop = gradio.Button("Stop", interactive=False, min_width=70)
             following = gradio.Button("Next level", min_width=100)
         status = gradio.HTML(elem_id="status")
-        shown = film.player()
+        shown = level_view.player()
 
         view, buttons = [shown, status, play, step, stop], [play, step, stop]
         playing = []
@@ -95,12 +95,12 @@ class PlayTab:
             raise page_error("Choose a model, an environment and a sampling setting.")
         setting = SamplingSection() if preset == ROLLOUTS else self.cfg.presets[preset]
         seat.opened += 1  # before the level: a turn that starts now finds its own level, or is void
-        seat.turns, seat.level, seat.film = [], None, None
+        seat.turns, seat.level, seat.view = [], None, None
         try:
             played = open_played_env(self.cfg, env)
             opened = PlayedLevel(self.generators[model], played, self.cfg, setting, level - 1)
             again = open_played_env(self.cfg, env) if played.has("render") else None
-            seat.film = film.Film(level, opened, again)
+            seat.view = level_view.LevelView(level, opened, again)
         except UserError as problem:
             raise page_error(problem) from problem
         seat.level = opened
@@ -122,7 +122,7 @@ class PlayTab:
 
         opened: the number of the turn's level, from `begin`; None is the open level.
         """
-        level, turns, pictured = seat.level, seat.turns, seat.film
+        level, turns, pictured = seat.level, seat.turns, seat.view
         if opened is not None and opened != seat.opened:
             return
         if level is None or pictured is None or level.over:
@@ -150,9 +150,9 @@ class PlayTab:
     def view(self, seat: Seat) -> tuple[Any, ...]:
         """Return the values of the page's components for the level as it is now."""
         wait_until_idle(seat)
-        if seat.level is None or seat.film is None:
+        if seat.level is None or seat.view is None:
             return None, "", *enabled(play=False, stop=False)
-        return seat.film.state(seat.opened), status_html(seat), *enabled(play=not seat.level.over, stop=False)
+        return seat.view.state(seat.opened), status_html(seat), *enabled(play=not seat.level.over, stop=False)
 
 
 def enabled(*, play: bool, stop: bool) -> tuple[Any, Any, Any]:

@@ -1,6 +1,6 @@
 // How does a level look while it is played?  The report's player follows it: it plays what is new, and waits for more.
 
-let film = null; // of the level that is shown: its number, and a newer state of it that waits for the film's end
+let current = null; // the level that is shown: its number, and a newer state that waits until the pictures have played
 const moving = !matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 function controls(place) {
@@ -9,22 +9,22 @@ function controls(place) {
   return slider && { slider, button, at: Number(slider.value), last: Number(slider.max) };
 }
 
-function showFilm(place, state) {
+function showLevel(place, state) {
   if (!state) {
-    film = null;
+    current = null;
     place.replaceChildren();
-  } else if (film?.number === state.number && controls(place)?.button.ariaLabel === "pause") {
-    film.waits = state;
+  } else if (current?.number === state.number && controls(place)?.button.ariaLabel === "pause") {
+    current.waits = state;
   } else {
-    drawFilm(place, state);
+    drawLevel(place, state);
   }
 }
 
-function drawFilm(place, state) {
-  const before = film?.number === state.number ? controls(place) : null;
+function drawLevel(place, state) {
+  const before = current?.number === state.number ? controls(place) : null;
   const focused = before && place.contains(document.activeElement) ? document.activeElement.ariaLabel : null;
-  film = { number: state.number };
-  const shown = episode(state.row, state.pictures, "h2", () => film.waits && drawFilm(place, film.waits));
+  current = { number: state.number };
+  const shown = episode(state.row, state.pictures, "h2", () => current.waits && drawLevel(place, current.waits));
   place.replaceChildren(shown);
   const list = shown.querySelector(".turns");
   const told = state.row.messages.slice(state.row.messages.findLastIndex((each) => each.role === "assistant") + 1);
@@ -41,5 +41,5 @@ function drawFilm(place, state) {
 }
 
 const place = element.querySelector(".place");
-showFilm(place, props.value);
-watch("value", () => showFilm(place, props.value));
+showLevel(place, props.value);
+watch("value", () => showLevel(place, props.value));

@@ -34,17 +34,17 @@ button:hover { border-color: var(--ink); }
 
 
 def player() -> gradio.HTML:
-    """Return the component that plays a film: the report's player, with its script and its style."""
+    """Return the component that shows a level: the report's player, with its script and its style."""
     report, here = resources.files("posttrain.report"), Path(__file__).parent
-    script = (report / "player.js").read_text("utf-8") + (here / "film.js").read_text("utf-8")
+    script = (report / "player.js").read_text("utf-8") + (here / "level_view.js").read_text("utf-8")
     style = (report / "player.css").read_text("utf-8") + COLOURS
     return gradio.HTML(
         None, html_template='<div class="place"></div>', css_template=style, js_on_load=script,
-        apply_default_css=False, elem_id="film",
+        apply_default_css=False, elem_id="level-view",
     )  # fmt: skip
 
 
-class Film:
+class LevelView:
     """The pictures and turns of a level so far. again: the environment once more, to be drawn; None draws nothing.
 
     A turn may take several actions, and the level that is played is drawn after the last one at the earliest.
@@ -73,7 +73,7 @@ class Film:
             self._draw()
 
     def state(self, opened: int) -> dict[str, Any]:
-        """Return what `showFilm` of film.js takes. opened: the number of the level among those of the page."""
+        """Return what `showLevel` of level_view.js takes. opened: the number of the level among those of the page."""
         level, played = self.level, self.level.game.trajectory
         episode = level.episode
         result = {"success": played.success, "failure": played.failure, "crashed": played.crashed}
