@@ -1,6 +1,6 @@
 # make quickstart   three phases on a laptop CPU, a table, a report, and what to type next
 # make smollm2      all of it with SmolLM2-135M on two cores: hours
-# make real         an instruct model of 0.5 B learns to play by phase 3 alone, on two cores: an hour or two
+# make real         an instruct model of 0.5 B, trained to play by phase 3 alone on two cores: hours
 # make test         the default test suite
 # make check        lint, format, types, layers
 # make docs         the documentation as a site, in website/build
