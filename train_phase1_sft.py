@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         data_sets=evaluation.hub_sets(cfg.evaluation.suites),
     )  # fmt: skip
     cfg, model, chat = setup.cfg, setup.model, setup.chat
-    tasks = evaluation.FormerTasks(cfg, chat) if setup.measures else None
+    tasks = evaluation.TrainingTasks(cfg, chat) if setup.measures else None
 
     # 3. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
     with runtime.trl_arguments.refusals_in_words():

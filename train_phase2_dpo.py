@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         data_sets=evaluation.hub_sets(cfg.evaluation.suites), precompute_ref_log_probs=True, logging_first_step=True,
     )  # fmt: skip
     cfg, args, model, chat = setup.cfg, setup.args, setup.model, setup.chat
-    tasks = evaluation.FormerTasks(cfg, chat) if setup.measures else None
+    tasks = evaluation.TrainingTasks(cfg, chat) if setup.measures else None
 
     # 3. TRL trains. The reference is the policy in memory. It scores all pairs once, before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.

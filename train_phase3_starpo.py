@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     sampler: Sampler
     learner: Learner
     distillation: Distillation | None
-    former_tasks: evaluation.FormerTasks
+    suite_tasks: evaluation.TrainingTasks
     budget: runtime.TimeBudget
     monitor: starpo.Monitor
 
@@ -87,12 +87,12 @@ def main(argv: list[str] | None = None) -> None:
     sampler = learner.open_sampler(chat)
     with learner.sampling(), models.no_bars():  # while the policy is what it starts from
         distillation = starpo.Distillation.start(learner, sampler, chat) if cfg.remembers else None
-    former_tasks = evaluation.FormerTasks(cfg, chat)
+    suite_tasks = evaluation.TrainingTasks(cfg, chat)
     state = starpo.first_state(setup, learner, chat)
     monitor = starpo.Monitor(cfg, setup.settings, state, learner.exact, setup.resumes)
     every, times = cfg.evaluation.every, state.suite_times
     budget = runtime.TimeBudget(cfg.evaluation.budget, every, cfg.trainer.max_steps, times, monitor.say)
-    parts = Parts(cfg, chat, sampler, learner, distillation, former_tasks, budget, monitor)
+    parts = Parts(cfg, chat, sampler, learner, distillation, suite_tasks, budget, monitor)
     worker = None
     if cfg.rollout.max_staleness:
         worker = starpo.RolloutWorker(cfg, sampler, chat, lambda step: starpo.levels(cfg, step, state))
@@ -364,10 +364,10 @@ def suites(parts: Parts, state: RunState, name: str = "evaluation") -> dict[str,
 
     name: the first part of the metrics' names.
     """
-    if not parts.former_tasks.tasks:
+    if not parts.suite_tasks.tasks:
         return {}
     with parts.learner.sampling() as whole, parts.budget.measuring():
-        figures = parts.former_tasks.measure(parts.sampler, whole.policy, state.first_answers)
+        figures = parts.suite_tasks.measure(parts.sampler, whole.policy, state.first_answers)
     figures = {key.replace("evaluation", name, 1): figure for key, figure in figures.items()}
     return figures | {"seconds/suites": state.suite_times["cost"]}
 

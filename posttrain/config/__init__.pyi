@@ -43,5 +43,5 @@ from .starpo import (
     StarPOTrainerSection as StarPOTrainerSection,
     TrainingEnvSection as TrainingEnvSection,
 )
-from .suites import FormerSuites as FormerSuites, Suite as Suite, SuitesSchedule as SuitesSchedule
+from .suites import Suite as Suite, SuitesSchedule as SuitesSchedule, TrainingSuites as TrainingSuites
 from .yaml_file import parse_yaml as parse_yaml, read_yaml as read_yaml, yaml_value as yaml_value

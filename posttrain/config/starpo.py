@@ -30,7 +30,7 @@ from posttrain.config.shared import (
     whole_context_with_tools,
     wrong,
 )
-from posttrain.config.suites import BUDGET, FormerSuites
+from posttrain.config.suites import BUDGET, TrainingSuites
 from posttrain.config.yaml_file import read_yaml
 
 
@@ -228,9 +228,9 @@ class EvaluationSection(Section):
     final_episodes: int = Field(
         "test levels of each environment after the last step, for the best checkpoint", 256, ge=1, le=1_000_000
     )
-    suites: FormerSuites = Field(
+    suites: TrainingSuites = Field(
         "a few held-out prompts on what phases 1 and 2 taught, answered at each evaluation: is it forgotten?",
-        FormerSuites(),
+        TrainingSuites(),
     )
     budget: float | None = Field(BUDGET, None, gt=0, le=1)
 

@@ -54,7 +54,7 @@ class PreferenceSuite(Section):
     n: int = Field("held-out pairs", 200, ge=1, le=1_000_000)
 
 
-class FormerSuites(Section):
+class TrainingSuites(Section):
     """Suites that are measured during training; all are answered greedily, except open prompts (temperature 1)."""
 
     math: MathSuite | None = Field(MATH, None)
@@ -76,7 +76,7 @@ class SuitesSchedule(Section):
     every: int = Field(
         "steps between two measurements of the suites; one is before the first step, one after the last", 100, ge=1
     )
-    suites: FormerSuites = Field(
-        "a few held-out prompts, answered by the model while it is trained (as in phase 3)", FormerSuites()
+    suites: TrainingSuites = Field(
+        "a few held-out prompts, answered by the model while it is trained (as in phase 3)", TrainingSuites()
     )
     budget: float | None = Field(BUDGET, 0.1, gt=0, le=1)

@@ -1,6 +1,6 @@
-"""How good is a model?  Suites and scores, forgetting, endpoints, lm-evaluation-harness, preference pairs.
+"""How good is a model?  Suites and scores, also during training, endpoints, lm-evaluation-harness, preference pairs.
 
-The script evaluate_model.py combines them; phase 3 measures forgetting with the same tasks.
+The script evaluate_model.py combines them; all phases measure some of them while they train.
 """
 
 import lazy_loader

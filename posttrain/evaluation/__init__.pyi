@@ -1,7 +1,6 @@
 from .endpoint import api_key as api_key
 from .endpoints import costs_in_words as costs_in_words, endpoint_costs as endpoint_costs
 from .figures import compare as compare, summarise as summarise
-from .forgetting import FormerTasks as FormerTasks
 from .quickstart_goals import goals as goals
 from .scoring import play_baselines as play_baselines, run_task as run_task, section as section
 from .store import ROWS as ROWS, Store as Store, digest as digest
@@ -13,4 +12,5 @@ from .tasks import (
     hub_sets as hub_sets,
     sampling_seed as sampling_seed,
 )
+from .while_training import TrainingTasks as TrainingTasks
 from .workers import run_tasks as run_tasks

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config import EnvSection, EvaluateRun, FormerSuites, NamedSampling, SampledSuite, SuitesSection
+from posttrain.config import EnvSection, EvaluateRun, NamedSampling, SampledSuite, SuitesSection, TrainingSuites
 from posttrain.files import DATA_FILES_IN_WORDS
 from posttrain.types import Record, SamplingParams, UserError, derive_seed, one_line
 
@@ -311,7 +311,7 @@ def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
         ) from error
 
 
-def hub_sets(suites: SuitesSection | FormerSuites) -> list[str]:
+def hub_sets(suites: SuitesSection | TrainingSuites) -> list[str]:
     """Return the data sets on the Hub that the suites use."""
     from posttrain.data import HELD_OUT
 

@@ -1,6 +1,6 @@
 """How are suites measured while a trainer of TRL trains?  `evaluation.suites` of phases 1 and 2; training is unchanged.
 
-The tasks and their scores are `posttrain.evaluation.FormerTasks`, which phase 3 has as well.
+The tasks and their scores are `posttrain.evaluation.TrainingTasks`, which phase 3 has as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 class SuiteTasks(Protocol):
-    """What is measured; see `posttrain.evaluation.FormerTasks`."""
+    """What is measured; see `posttrain.evaluation.TrainingTasks`."""
 
     chat: Chat
     tasks: list[Any]

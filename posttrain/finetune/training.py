@@ -171,7 +171,7 @@ def fit(
         resume: start from the newest intact checkpoint.
         deterministic: use deterministic kernels; see `plan.can_be_deterministic`.
         check_first: called with the figures of the first step; may raise.
-        tasks: `evaluation.FormerTasks` of this run, measured while it trains.
+        tasks: `evaluation.TrainingTasks` of this run, measured while it trains.
 
     Returns:
         The outcome; that of the last healthy checkpoint, with the error, where a loss or gradient was not finite.
@@ -339,7 +339,7 @@ def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, 
     if (share := figures.get("eval_rewards/accuracies")) is not None:
         low, high = wilson(round(share * held_out), held_out)
         results.append(model_card.CardResult("held-out pairs: the chosen answer wins", share, held_out, low, high))
-    results += [result for row in reported for result in model_card.former_results(row)]
+    results += [result for row in reported for result in model_card.suite_results(row)]
     return model_card.phase_record(phase, settings, step, data=sources, results=results)
 
 

@@ -154,7 +154,7 @@ def card_examples(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return []
 
 
-def former_results(row: Mapping[str, float], first: str = "evaluation") -> list[CardResult]:
+def suite_results(row: Mapping[str, float], first: str = "evaluation") -> list[CardResult]:
     """Return the figures of `evaluation.suites` in a row of metrics.
 
     first: the first part of the metrics' names.

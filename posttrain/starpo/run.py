@@ -347,8 +347,8 @@ def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[
     ]
     for line in runlog.read_metrics(setup.out / "metrics.jsonl"):
         if line["step"] == state.best_step:
-            results += model_card.former_results(line)
-    results += model_card.former_results(metrics, "final")  # of a best whose step had no time for them
+            results += model_card.suite_results(line)
+    results += model_card.suite_results(metrics, "final")  # of a best whose step had no time for them
     data = distillation.sources(cfg)
     record = model_card.phase_record("phase3", setup.settings, state.best_step, data=data, results=results)
     final = models.save(

@@ -38,7 +38,7 @@ from posttrain.config.evaluation import EvaluateRun
 from posttrain.config.sft import SFTRun
 from posttrain.config.starpo import StarPORun
 from posttrain.data import reading
-from posttrain.evaluation.forgetting import MEASURED
+from posttrain.evaluation.while_training import MEASURED
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -414,7 +414,7 @@ def test_every_metric_of_phase_3_is_explained():
     written.add("tokens")
     (aggregate,) = functions("posttrain/starpo/monitoring/episodes.py", "aggregate")
     written |= {f"rollout/{key}" for key in written_keys(aggregate)}
-    (measure,) = functions("posttrain/evaluation/forgetting.py", "measure")
+    (measure,) = functions("posttrain/evaluation/while_training.py", "measure")
     texts = {node.value for node in ast.walk(measure) if isinstance(node, ast.Constant)}
     figures = texts & {"accuracy", "n", "low", "high"}
     written |= {f"evaluation/SUITE/{figure}" for figure in figures} | {"evaluation/repetition/seq_rep_4"}

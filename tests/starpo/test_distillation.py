@@ -24,9 +24,9 @@ from posttrain.config.loading import load
 from posttrain.config.starpo import StarPORun
 from posttrain.data.loading import load_prompts
 from posttrain.evaluation.figures import summarise
-from posttrain.evaluation.forgetting import FormerTasks, as_evaluation
 from posttrain.evaluation.scoring import Loaded, ScoresNotFinite, run_task
 from posttrain.evaluation.tasks import build_tasks
+from posttrain.evaluation.while_training import TrainingTasks, as_evaluation
 from posttrain.models import output_layer
 from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
@@ -499,7 +499,7 @@ def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
 
 
 def test_only_log_probs_that_are_not_finite_leave_a_suite_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    former: Any = object.__new__(FormerTasks)
+    former: Any = object.__new__(TrainingTasks)
     former.config, former.tasks = None, [SimpleNamespace(items=[1], only=lambda mine: None)]
     problem: list[ValueError] = [ScoresNotFinite("nan"), ValueError("a mistake of the code")]
 

@@ -25,7 +25,7 @@ MEASURED = {  # figures of a suite besides those of every suite, n, low and high
 }
 
 
-class FormerTasks:
+class TrainingTasks:
     """The tasks of `evaluation.suites`, the same at each evaluation.
 
     longest, new: tokens of the longest prompt with its answer, and of the longest answer. at_once: answers that are
