@@ -12,7 +12,7 @@ from posttrain.report import answers, sections, tables, training_log, verdict
 from posttrain.report.episodes import Pictures
 from posttrain.report.rendering import DAMAGED, TEMPLATES, render_page
 from posttrain.report.tables import NOT_ASKED, Results, percent, readable, span
-from posttrain.types import Record, UserError, one_line
+from posttrain.types import Record, UserError, Words, one_line
 
 
 class PageSection(NamedTuple):
@@ -54,6 +54,12 @@ def build(folder: Path) -> Path:
     path = folder / "report.html"
     path.write_text(html, encoding="utf-8")
     return path
+
+
+def recorded_section(recorded: Sequence[Record], words: Words) -> PageSection:
+    """Return the section of the episodes that a run recorded."""
+    title, hint = f"{words.episodes.capitalize()} recorded while training", f"{len(recorded):,} {words.episodes}"
+    return PageSection(title, "Recorded", "recorded", bool(recorded), hint)
 
 
 def render_report(data: Record, shown: Sequence[PageSection], name: str, heading: str, **values: Any) -> str:
@@ -178,13 +184,7 @@ def _sections(
         PageSection("Goals", "Goals", "goals", goals, reached),
         PageSection(f"The {environments}", "Tasks", "environments", sections.environments(results)),
         PageSection(f"The same {words.level}, before and after", words.levels.capitalize(), "levels", same_level),
-        PageSection(
-            f"{words.episodes.capitalize()} recorded while training",
-            "Recorded",
-            "recorded",
-            bool(recorded),
-            f"{len(recorded):,} {words.episodes}",
-        ),
+        recorded_section(recorded, words),
         PageSection("Learning curves", "Curves", "curves", curves, training_log.count_of(curves)),
         PageSection("Samples", "Samples", "answers", sections.answers(results, transcripts)),
         PageSection("The data of phases 1 and 2", "Data", "data", training_log.data(folders)),

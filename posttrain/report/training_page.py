@@ -13,7 +13,7 @@ from posttrain import files
 from posttrain.config import parse_yaml
 from posttrain.report import answers, tables, training_log
 from posttrain.report.episodes import Pictures
-from posttrain.report.page import PageSection, render_report
+from posttrain.report.page import PageSection, recorded_section, render_report
 from posttrain.report.rendering import DAMAGED
 from posttrain.report.tables import percent
 from posttrain.runtime import runlog
@@ -109,13 +109,7 @@ def _sections(
             "Answers by reward", "Answers", "by_reward", answers.by_reward(done, examples) if asked else {}, "", True
         ),
         PageSection("Calls and results", "Calls", "calls", answers.calls_table(done, _has_programs(config)), "", True),
-        PageSection(
-            f"{words.episodes.capitalize()} recorded while training",
-            "Recorded",
-            "recorded",
-            bool(recorded),
-            f"{len(recorded):,} {words.episodes}",
-        ),
+        recorded_section(recorded, words),
         PageSection("Learning curves", "Curves", "curves", curves, training_log.count_of(curves), not asked),
         PageSection("The data", "Data", "data", training_log.data(folders)),
         PageSection("What it cost", "Cost", "cost", cost, f"{cost['total']} of training" if cost else ""),
