@@ -78,12 +78,14 @@ def canonical(rows: Sequence[str]) -> str:
 
 
 class LateReward(NamedTuple):
-    """The rewards of an episode, computed after it: LateReward(0.9, True, {"math": 1.0, "length": -0.5}, "")."""
+    """The rewards of an episode, computed after it: LateReward(0.9, True, {"math": 1.0}, "", {"share": 0.5}, {})."""
 
     reward: float
     success: bool
     parts: dict[str, float]  # what each reward function gave
     failure: str
+    logged: dict[str, float]  # numbers that the functions recorded about all episodes of a call
+    extra: dict[str, Any]  # what they recorded about this one
 
 
 class NoLevel(ValueError):

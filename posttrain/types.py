@@ -188,6 +188,7 @@ class Trajectory:
     `dropped_turns`: earlier turns that no longer fitted into the context.
     `calls`: of tools, those beyond the limit aside. `failed_calls`: those answered with an error. None without tools.
     `reward_parts`: what each of several reward functions gave. `unscored`: the environment, until these were called.
+    `logged`, `extra`: what they recorded, about all episodes of a call and about this one.
     `seed` decides what was sampled, `level_seed` and `noise_seed` what the environment did.
     """
 
@@ -218,6 +219,8 @@ class Trajectory:
     calls: int | None = None
     failed_calls: int | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     unscored: Any = field(default=None, repr=False)
 
     @property

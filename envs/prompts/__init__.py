@@ -18,6 +18,7 @@ from envs.hub_sets import EMBEDDED
 from envs.prompts.agents import OUTPUT, AgentProgram, agent_of
 from envs.prompts.calls import Answered, TrainerState, call_rewards
 from envs.prompts.columns import columns_for, columns_read_by, reply_of
+from envs.prompts.logged import Logged
 from envs.prompts.rewards import own_reward_of, reward_of, with_own_titles
 from envs.prompts.rows import EVERY_COLUMN, Conversation, Rows, Table, conversation_of, table_of, without_prompt
 from envs.protocol import Message
@@ -312,8 +313,10 @@ class Prompts(TextEnv):
             groups.setdefault(kind, []).append(env)
         for (_, _, timeout, on_error, state), members in groups.items():
             rewards, answered = members[0].rewards, [env.answered for env in members]
-            found = call_rewards(rewards, answered, timeout, on_error == "stop", state)
-            for env, parts in zip(members, found, strict=True):
+            logged = Logged(len(members))
+            found = call_rewards(rewards, answered, timeout, on_error == "stop", state, logged)
+            metrics = logged.metrics()
+            for place, (env, parts) in enumerate(zip(members, found, strict=True)):
                 if isinstance(parts, Exception):
                     scored[id(env)] = parts
                     continue
@@ -321,7 +324,7 @@ class Prompts(TextEnv):
                 first = parts.get(rewards[0].title)
                 env.succeeded = first is not None and first >= env.success_at
                 env.lost_by = "" if env.succeeded else "wrong answer" if first is not None else "not judged"
-                scored[id(env)] = LateReward(total, env.succeeded, parts, env.lost_by)
+                scored[id(env)] = LateReward(total, env.succeeded, parts, env.lost_by, metrics, logged.extra(place))
         return [scored[id(env)] for env in envs]
 
     def state_key(self) -> str:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from envs.in_time import TooLate, awaited_in_time, error_text, in_time
+from envs.prompts.logged import Logged
 from envs.prompts.rewards import Reward
 from envs.protocol import Message
 from envs.sentences import escaped
@@ -68,7 +69,12 @@ class Answered(NamedTuple):
 
 
 def call_rewards(
-    rewards: Sequence[Reward], answered: Sequence[Answered], timeout: float, stop: bool, state: TrainerState
+    rewards: Sequence[Reward],
+    answered: Sequence[Answered],
+    timeout: float,
+    stop: bool,
+    state: TrainerState,
+    logged: Logged,
 ) -> list[Parts | Exception]:
     """Return for each answer what each function gave, or why there is no reward.
 
@@ -76,6 +82,7 @@ def call_rewards(
         timeout: seconds that a function which is not built in may take for all answers.
         stop: raise `NoAnswer`, which ends a run with its message, where a function fails.
         state: of the training that the answers are for.
+        logged: takes what functions record.
     """
     parts: list[Parts] = [{} for _ in answered]
     failed: dict[int, str] = {}
@@ -95,7 +102,7 @@ def call_rewards(
         )
         failed.update(dict.fromkeys(places, reason))
 
-    for reward, result in zip(rewards, _all(rewards, answered, timeout, state), strict=True):
+    for reward, result in zip(rewards, _all(rewards, answered, timeout, state, logged), strict=True):
         values = _values(result, len(answered), reward.weight)
         if bad := [place for place, value in enumerate(values) if isinstance(value, str)]:
             leave_out(bad, f"the reward {reward.title} {values[bad[0]]}{_hint(result, answered[bad[0]])}")
@@ -150,7 +157,9 @@ def _raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {error_text(error)[:200]}"
 
 
-def _all(rewards: Sequence[Reward], answered: Sequence[Answered], timeout: float, state: TrainerState) -> list[Any]:
+def _all(
+    rewards: Sequence[Reward], answered: Sequence[Answered], timeout: float, state: TrainerState, logged: Logged
+) -> list[Any]:
     """Return the result of each function, or what it raised; async ones side by side, the others one after another."""
     names = dict.fromkeys(name for each in answered for name in each.row)
 
@@ -160,8 +169,8 @@ def _all(rewards: Sequence[Reward], answered: Sequence[Answered], timeout: float
             "completions": [each.completion for each in chosen],
             "completion_ids": [each.ids for each in chosen],
             "trainer_state": state,
-            "log_metric": _not_logged,
-            "log_extra": _not_logged,
+            "log_metric": logged.log_metric,
+            "log_extra": logged.log_extra,
         }
         called_with = {name: value for name, value in given.items() if reward.takes(name)}
         columns = {name: [each.row.get(name) for each in chosen] for name in reward.given(list(names))}
@@ -208,10 +217,6 @@ def _listed(result: Any) -> Any:
 
 async def _then_listed(work: Awaitable[Any]) -> Any:
     return _listed(await work)
-
-
-def _not_logged(*_: Any, **__: Any) -> None:
-    """Take what TRL would log, by position or by its names: log_metric(name, value), log_extra(column, values)."""
 
 
 def _short(value: Any) -> str:

@@ -326,6 +326,7 @@ def play_levels(
             "turn_rewards": trajectory.turn_rewards,
             "turn_penalties": trajectory.turn_penalties,
             **({"reward_parts": trajectory.reward_parts} if trajectory.reward_parts else {}),
+            **({"extra": trajectory.extra} if trajectory.extra else {}),
             "return": sum(trajectory.turn_rewards),
             "penalties": sum(trajectory.turn_penalties),
             "turns": trajectory.turns,

@@ -245,14 +245,16 @@ def list_moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]
 
 
 def _facts(row: Record) -> list[str]:
-    """Return further keys of a row in words, and what each of several reward functions gave."""
+    """Return further keys of a row in words, and what reward functions gave (where there are several) and recorded."""
     parts = row.get("reward_parts")
     given = (
         [f"{name} {value + 0.0:g}" for name, value in parts.items()]
         if isinstance(parts, dict) and len(parts) > 1
         else []
     )
-    return [words.format(row[key]) for key, words in FACTS if row.get(key) not in (None, "")] + given
+    extra = row.get("extra")
+    recorded = [f"{name} {value}" for name, value in extra.items()] if isinstance(extra, dict) else []
+    return [words.format(row[key]) for key, words in FACTS if row.get(key) not in (None, "")] + given + recorded
 
 
 def _tokens(row: Record, turns: int) -> list[Record] | None:

@@ -78,6 +78,11 @@ CURVES = (
         (("rollout/*/reward_*", "*"),),
     ),
     Curve(
+        "What the reward functions record",
+        "The mean over the episodes of a step of each number that a reward function gave `log_metric`.",
+        (("rollout/*/logged_*", "*"),),
+    ),
+    Curve(
         "Calls of tools per episode",
         "How often the model calls a tool before it answers; at 0 it answers without tools.",
         (("rollout/tool_calls", "calls"),),

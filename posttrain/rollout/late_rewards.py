@@ -33,6 +33,7 @@ def score_late(trajectories: Sequence[Trajectory]) -> None:
             trajectory.turn_rewards[-1] += score.reward
             trajectory.success, trajectory.failure = score.success, score.failure
             trajectory.reward_parts = score.parts
+            trajectory.logged, trajectory.extra = score.logged, score.extra
 
 
 def completion_ids(trajectory: Trajectory, last: bool) -> list[int]:

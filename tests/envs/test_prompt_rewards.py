@@ -170,14 +170,30 @@ def test_a_program_of_the_thought_is_not_run(tmp_path: Path, programs: list[str]
     assert rewards_of([text], path=path, rewards=["program_tests"]) == [1.0] and programs == ["mine()"]
 
 
-def test_what_trl_would_log_may_be_given_by_name(module: Any) -> None:
+def test_what_functions_record_is_kept_beside_the_rewards(module: Any) -> None:
     name = module(
         "def f(prompts, completions, trainer_state, log_metric, log_extra, **columns):\n"
-        "    log_metric(name='share', value=0.5)\n"
-        "    log_extra(column='length', values=[1])\n"
-        "    return [2.0 if trainer_state.epoch is None else trainer_state.epoch]\n"
+        "    for share in (0.25, 0.75): log_metric(name='share', value=share)\n"
+        "    log_extra(column='length', values=[len(text) for text in completions])\n"
+        "    log_extra('odd', [float('nan') for _ in completions])\n"
+        "    return [2.0 if trainer_state.epoch is None else trainer_state.epoch for _ in completions]\n"
     )
-    assert rewards_of(["x"], rewards=[f"{name}:f"]) == [2.0]
+    for score, length in zip(scores(["x", "xyz"], rewards=[f"{name}:f"]), (1, 3), strict=True):
+        assert isinstance(score, LateReward) and score.reward == 2.0
+        assert score.logged == {"share": 0.5} and score.extra == {"length": length, "odd": "nan"}
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("log_extra('length', [1])", "log_extra('length'): 1 values for 2 answers"),
+        ("log_metric('share', float('inf'))", "log_metric('share'): inf is not a finite number"),
+    ],
+)
+def test_what_cannot_be_recorded_is_said(module: Any, call: str, said: str) -> None:
+    name = module(f"def f(completions, log_metric, log_extra, **columns):\n    {call}\n    return [1.0, 1.0]\n")
+    for score in scores(["x", "y"], rewards=[f"{name}:f"]):
+        assert f"raised ValueError: {said}" in str(score)
 
 
 def test_a_function_that_expects_messages_is_told_of_texts(tmp_path: Path, module: Any) -> None:

@@ -1085,3 +1085,4 @@ def test_what_each_reward_function_gave_is_shown() -> None:
     row = {"messages": [], "turn_rewards": [1.5], "turn_penalties": [0.0], "reward_parts": {"math": 1.0, "length": 0.5}}
     assert browser_row(row)["facts"] == "math 1 · length 0.5"
     assert browser_row(row | {"reward_parts": {"math": 1.0}})["facts"] == ""  # it is the reward
+    assert browser_row(row | {"extra": {"length": 3}})["facts"] == "math 1 · length 0.5 · length 3"

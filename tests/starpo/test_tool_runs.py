@@ -59,6 +59,13 @@ def caller(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedT
     return checkpoint.save(tmp_path_factory.mktemp("caller"), write, phase="phase2", chat_template_sha256=chat.hash)
 
 
+def recorded(completions: Any, log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+    """Record what TRL's log_metric and log_extra take."""
+    log_metric("answers", len(completions))
+    log_extra("messages", [len(said) for said in completions])
+    return [0.0] * len(completions)
+
+
 def run_file(tmp_path: Path, caller: Path, tool: str = CALCULATOR, **sections: Any) -> Path:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"What is 2+3? ({n})", "answer": "5"}) + "\n" for n in range(60)))
@@ -66,7 +73,7 @@ def run_file(tmp_path: Path, caller: Path, tool: str = CALCULATOR, **sections: A
         "name": "prompts",
         "tools": [tool],
         "max_calls": 2,
-        "options": {"path": str(path), "rewards": ["math", "length"]},
+        "options": {"path": str(path), "rewards": ["math", "length", f"{__name__}:recorded"]},
     }
     return settings(
         tmp_path / "run.yaml", caller, envs=[env], protocol={"max_turns": None, "max_actions": None, "style": "plain"},
@@ -83,6 +90,8 @@ def test_a_run_with_a_tool(tmp_path: Path, caller: Path) -> None:
     assert all(0 <= row["rollout/failed_tool_calls"] <= 1 for row in played)
     assert max(row["rollout/turns"] for row in played) > 1.5
     transcripts = [json.loads(line) for line in (tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()]
+    assert all(row["rollout/prompts/logged_answers"] == 16 for row in played)
+    assert all(row["extra"] == {"messages": len(row["messages"]) - 1} for row in transcripts)
     results = [m for row in transcripts for m in row["messages"] if m["role"] == "tool"]
     assert any(m["content"] == "5" and m["name"] == "calculate" for m in results)
     assert checkpoint.verify(tmp_path / "run" / "final")["meta"]["phase"] == "phase3"

@@ -142,8 +142,9 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
         out[f"rollout/{env}/kept_groups"] = sum(n in kept for n in numbers)
         for failure, share in failure_shares(own).items():
             out[f"rollout/{env}/{failure}"] = share
-        for name, mean in part_means(trajectories, env).items():
-            out[f"rollout/{env}/reward_{name}"] = mean
+        here = [t for t in trajectories if t.env == env]
+        out |= {f"rollout/{env}/reward_{name}": mean for name, mean in _means([t.reward_parts for t in here]).items()}
+        out |= {f"rollout/{env}/logged_{name}": mean for name, mean in _means([t.logged for t in here]).items()}
     return out
 
 
@@ -166,11 +167,10 @@ def teaches(cfg: StarPORun, group: Sequence[Trajectory]) -> bool:
     return differs(group) and any(trained_on(cfg, t) for t in group)
 
 
-def part_means(trajectories: Sequence[Trajectory], env: str) -> dict[str, float]:
-    """Return the mean of what each reward function of an environment gave, over the answers that it applied to."""
-    parts = [t.reward_parts for t in trajectories if t.env == env]
-    names = dict.fromkeys(name for each in parts for name in each)
-    return {name: fmean(each[name] for each in parts if name in each) for name in names}
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each key over the rows that have it: a reward function applies to some answers only."""
+    names = dict.fromkeys(name for each in rows for name in each)
+    return {name: fmean(each[name] for each in rows if name in each) for name in names}
 
 
 def describe_evaluation(name: str, by_env: dict[str, list[Summary]]) -> dict[str, float]:

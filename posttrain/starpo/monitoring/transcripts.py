@@ -17,7 +17,7 @@ from posttrain.types import Record, Trajectory, one_line
 
 KEPT = (
     "env group level_key level_seed noise_seed success failure crashed truncated invalid_turns actions turn_rewards"
-    " turn_penalties reward_parts messages"
+    " turn_penalties reward_parts extra messages"
 ).split()
 COUNT = 4  # episodes that are written each time; at any step as many whose environment raised
 
