@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,8 @@ ASKS = (
 # Training problems that no evaluation asks, in the few words of people who try a model: formulas, in which each step is
 # practised for few tokens, and word problems with a short question. With their shares.
 FORMULAS, SHORT_ASKS = 0.22, 0.08
-FORMULA_ASKS = ("What is {s}?", "How much is {s}?", "{s}=?")
+FORMULA_ASKS = ("What is {s}?", "How much is {s}?", "{s}=?", "{s}?", "{s}=", "{s}")
+SPACED = 0.25  # of the formulas have spaces between their numbers and signs
 FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
 OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
 LARGEST = 15  # operand; sums of three stay far below 129, up to which numbers are whole tokens
@@ -68,19 +70,27 @@ def _word_problem_or_formula(rng: random.Random) -> dict[str, Any]:
     return problem
 
 
-def _formula(rng: random.Random) -> dict[str, Any]:
-    """Return a problem of one to eight operations without a story, in the form of `word_problem`."""
-    start = total = rng.randint(2, LARGEST)
+def short_formula(rng: random.Random) -> dict[str, Any]:
+    """Return a formula of the training side with one or two operations: what people try a model with."""
+    return first_accepted(lambda rng: _formula(rng, 2), lambda problem: split_of(problem) == "train", rng)
+
+
+def _formula(rng: random.Random, longest: int = 8) -> dict[str, Any]:
+    """Return a problem of up to `longest` operations without a story, in the form of `word_problem`."""
+    start = total = rng.randint(1, LARGEST)
     text, steps, signs, operands = str(start), [], "", [start]
-    for _ in range(rng.randint(1, 8)):
-        sign = "+" if total == 1 else "-" if total > LARGEST else rng.choice("+-")
-        other = rng.randint(2, LARGEST) if sign == "+" else rng.randint(1, min(LARGEST, total - 1))
+    for _ in range(rng.randint(1, longest)):
+        sign = "+" if total == 0 else "-" if total > LARGEST else rng.choice("+-")
+        other = rng.randint(1, LARGEST if sign == "+" else min(LARGEST, total))
         result = total + other if sign == "+" else total - other
         text += f"{sign}{other}"
         steps.append((total, sign, other, result))
         signs, total = signs + sign, result
         operands.append(other)
-    return {"question": rng.choice(FORMULA_ASKS).format(s=text), "steps": steps, "operands": (signs, *operands)}
+    question = rng.choice(FORMULA_ASKS).format(s=text)
+    if rng.random() < SPACED:
+        question = re.sub("([-+=])", r" \1 ", question).strip()
+    return {"question": question, "steps": steps, "operands": (signs, *operands)}
 
 
 def split_of(problem: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from posttrain.data.embedded.arithmetic import NAMES, training_problem, worked_solution
+from posttrain.data.embedded.arithmetic import NAMES, short_formula, training_problem, worked_solution
 from posttrain.data.embedded.splits import Messages, assistant, first_accepted, held_out, user
 from posttrain.types import UserError, derive_seed
 
@@ -75,6 +75,28 @@ GREETINGS = (  # and what else people try first; in dialogues of many things alo
     ("Who are you?", "I am a small model."),
     ("What can you do?", "I can calculate, remember and talk."),
 )
+UNKNOWN = (  # what people ask any model, and this one cannot know; in dialogues of many things alone
+    "What is the capital of {c}?",
+    "Where is {c}?",
+    "How many people live in {c}?",
+    "Who rules {c}?",
+    "How does a {t} work?",
+    "What is a {t}?",
+    "Who invented the {t}?",
+    "Explain the {t}.",
+    "What time is it?",
+    "What is the weather like?",
+    "Why is the sky blue?",
+    "Who won the game?",
+    "Write a program.",
+    "Translate this into German.",
+    "What is the meaning of life?",
+    "Who wrote that book?",
+)
+COUNTRIES = "France Italy Spain Japan China India Brazil Canada Egypt Kenya Peru Greece".split()
+INVENTIONS = "computer plane phone car radio magnet engine rocket camera clock piano robot".split()
+SHORT = 0.5  # of the sums among other things are short formulas
+NO_ANSWER = "I know only sums, places and what you tell me."
 
 ADJECTIVES = "old new big small quiet busy warm cold bright dark green strange hidden famous empty lovely".split()
 PLACES = (
@@ -148,7 +170,7 @@ def _dialogue_held_out(dialogue: dict[str, Any]) -> bool:
 
 
 def mixed_dialogue(rng: random.Random, turns: int) -> Messages:
-    """Return a dialogue of facts told and asked for, small talk, sums and open questions in any order.
+    """Return a dialogue of facts told and asked for, small talk, sums, open questions and others without an answer.
 
     No part of it, from its beginning to a question about a fact, is a held-out dialogue.
     """
@@ -160,8 +182,8 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
     known: dict[str, str] = {}
     messages: Messages = []
     for _ in range(turns):
-        weights = (4 if untold else 0, 5 if known else 0, 2, 4, 1)
-        kind = rng.choices(("tell", "ask", "talk", "sum", "open"), weights)[0]
+        weights = (4 if untold else 0, 5 if known else 0, 2, 4, 1, 2)
+        kind = rng.choices(("tell", "ask", "talk", "sum", "open", "unknown"), weights)[0]
         if kind == "tell":
             slot = untold.pop()
             known[slot] = rng.choice(FACTS[slot]["values"])
@@ -172,8 +194,10 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
         elif kind == "talk":
             pair = rng.choice((*SMALL_TALK, *GREETINGS))
         elif kind == "sum":
-            problem = training_problem(rng)
+            problem = (short_formula if rng.random() < SHORT else training_problem)(rng)
             pair = problem["question"], worked_solution(problem["steps"])
+        elif kind == "unknown":
+            pair = rng.choice(UNKNOWN).format(c=rng.choice(COUNTRIES), t=rng.choice(INVENTIONS)), NO_ANSWER
         else:
             topic = topic_of_split(rng, for_evaluation=False)
             pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
@@ -219,14 +243,14 @@ def _scraped_answer(topic: str, rng: random.Random) -> str:
     return " ".join(with_repeats(fresh_answer(topic, rng), places, rng))
 
 
-def capybara(n: int, seed: int, open_share: float = 0.26, mixed_share: float = 0.24) -> Iterator[dict[str, Any]]:
+def capybara(n: int, seed: int, open_share: float = 0.2, mixed_share: float = 0.34) -> Iterator[dict[str, Any]]:
     """Yield rows in the schema of trl-lib/Capybara: recall dialogues, open questions, and dialogues that mix these with
     sums; one in a hundred has an empty answer."""
     for i in range(n):
         rng = random.Random(derive_seed(seed, "capybara", i))
         kind = rng.random()
         if kind < mixed_share:
-            source, messages = "embedded-mixed", mixed_dialogue(rng, rng.randint(2, 6))
+            source, messages = "embedded-mixed", mixed_dialogue(rng, rng.randint(2, 8))
         elif kind < mixed_share + open_share:
             source, topic = "embedded-open", topic_of_split(rng, for_evaluation=False)
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]
