@@ -87,10 +87,27 @@ def _formula(rng: random.Random, longest: int = 8) -> dict[str, Any]:
         steps.append((total, sign, other, result))
         signs, total = signs + sign, result
         operands.append(other)
-    question = rng.choice(FORMULA_ASKS).format(s=text)
-    if rng.random() < SPACED:
-        question = re.sub("([-+=])", r" \1 ", question).strip()
-    return {"question": question, "steps": steps, "operands": (signs, *operands)}
+    return {"question": _asked(text, rng), "steps": steps, "operands": (signs, *operands)}
+
+
+def _asked(formula: str, rng: random.Random) -> str:
+    """Return the question for the value of a formula."""
+    question = rng.choice(FORMULA_ASKS).format(s=formula)
+    return re.sub("([-+*/=])", r" \1 ", question).strip() if rng.random() < SPACED else question
+
+
+def formula_out_of_reach(rng: random.Random) -> str:
+    """Return a formula that no problem is like: with a larger number, a product, a quotient, a result below 0."""
+    kind = rng.choices(("large", "product", "negative"), (5, 3, 2))[0]
+    numbers, sign = sorted(rng.sample(range(1, LARGEST + 1), 2)), rng.choice("+-")
+    if kind == "large":
+        numbers[rng.randrange(2)] = rng.randint(LARGEST + 1, rng.choice((40, 999)))
+    elif kind == "product":
+        sign = rng.choice("*/")
+        rng.shuffle(numbers)
+    else:
+        sign = "-"
+    return _asked(sign.join(map(str, numbers)), rng)
 
 
 def split_of(problem: dict[str, Any]) -> str:

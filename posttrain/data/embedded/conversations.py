@@ -9,7 +9,13 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from posttrain.data.embedded.arithmetic import NAMES, short_formula, training_problem, worked_solution
+from posttrain.data.embedded.arithmetic import (
+    NAMES,
+    formula_out_of_reach,
+    short_formula,
+    training_problem,
+    worked_solution,
+)
 from posttrain.data.embedded.splits import Messages, assistant, first_accepted, held_out, user
 from posttrain.types import UserError, derive_seed
 
@@ -92,11 +98,20 @@ UNKNOWN = (  # what people ask any model, and this one cannot know; in dialogues
     "Translate this into German.",
     "What is the meaning of life?",
     "Who wrote that book?",
+    "Tell me about {c}.",
+    "Write a poem about {c}.",
+    "How far is {c}?",
+    "How old is the {t}?",
+    "How tall is that tower?",
+    "Is the sea salt?",
+    "What day is it?",
+    "Can you sing?",
 )
 COUNTRIES = "France Italy Spain Japan China India Brazil Canada Egypt Kenya Peru Greece".split()
 INVENTIONS = "computer plane phone car radio magnet engine rocket camera clock piano robot".split()
 SHORT = 0.5  # of the sums among other things are short formulas
-NO_ANSWER = "I know only sums, places and what you tell me."
+OUT_OF_REACH = 0.35  # of the questions without an answer are formulas
+NO_ANSWER = "I know only small sums, places and what you tell me."
 
 ADJECTIVES = "old new big small quiet busy warm cold bright dark green strange hidden famous empty lovely".split()
 PLACES = (
@@ -182,7 +197,7 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
     known: dict[str, str] = {}
     messages: Messages = []
     for _ in range(turns):
-        weights = (4 if untold else 0, 5 if known else 0, 2, 4, 1, 2)
+        weights = (4 if untold else 0, 5 if known else 0, 2, 4, 1, 3)
         kind = rng.choices(("tell", "ask", "talk", "sum", "open", "unknown"), weights)[0]
         if kind == "tell":
             slot = untold.pop()
@@ -197,12 +212,18 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
             problem = (short_formula if rng.random() < SHORT else training_problem)(rng)
             pair = problem["question"], worked_solution(problem["steps"])
         elif kind == "unknown":
-            pair = rng.choice(UNKNOWN).format(c=rng.choice(COUNTRIES), t=rng.choice(INVENTIONS)), NO_ANSWER
+            pair = _without_answer(rng), NO_ANSWER
         else:
             topic = topic_of_split(rng, for_evaluation=False)
             pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
         messages += [user(pair[0]), assistant(pair[1])]
     return messages
+
+
+def _without_answer(rng: random.Random) -> str:
+    if rng.random() < OUT_OF_REACH:
+        return formula_out_of_reach(rng)
+    return rng.choice(UNKNOWN).format(c=rng.choice(COUNTRIES), t=rng.choice(INVENTIONS))
 
 
 def _has_held_out(messages: Messages) -> bool:
