@@ -158,14 +158,15 @@ class ConvGPTStage(nn.Conv2d):
         side, taps, weight = self.in_channels, self.kernel_size[1], self.weight
         kernel = weight.float().squeeze(2).unflatten(0, (-1, self.pool)).mean(1)  # pooled over output rows
         # With taps - 1 columns of padding on the left, tap t of input column c feeds output column c - t + taps - 1.
-        column = torch.arange(side, device=weight.device)
-        output = column - torch.arange(taps, device=weight.device)[:, None] + taps - 1
+        output = torch.arange(side, device=weight.device) - torch.arange(taps, device=weight.device)[:, None] + taps - 1
         feeds = (output // self.pool)[..., None] == torch.arange(side // self.pool, device=weight.device)
-        matrix = torch.einsum("rit,tcq->icrq", kernel, feeds.to(kernel.dtype) / self.pool)
+        with torch.autocast(weight.device.type, enabled=False):
+            matrix = torch.einsum("rit,tcq->icrq", kernel, feeds.to(kernel.dtype) / self.pool)
         return matrix.reshape(side * side, -1).to(weight.dtype)
 
     def forward(self, embeds: torch.Tensor) -> torch.Tensor:
-        return embeds @ (self.matrix() if self.fixed is None else self.fixed)
+        with torch.autocast(embeds.device.type, enabled=False):  # rounded here, every layer's input would be off
+            return embeds @ (self.matrix() if self.fixed is None else self.fixed).to(embeds.dtype)
 
 
 class ConvGPTMLP(nn.Module):

@@ -53,7 +53,7 @@ def fused_weights(model: PreTrainedModel, kept: Kept | None = None) -> Iterator[
             layers = kept["layers"] = _Layers(decoder, dtype)
         else:
             layers.refresh()
-        decoder.fused, decoder.conv.fixed = layers, _stay(kept, "conv", decoder.conv.matrix().to(dtype))
+        decoder.fused, decoder.conv.fixed = layers, _stay(kept, "conv", decoder.conv.matrix())
     behind = [] if decoder.scale_up is None else decoder.scale_up.modules()
     try:
         with _converted([*behind, model.get_output_embeddings()], kind, kept):

@@ -207,6 +207,33 @@ def test_the_chat_of_the_quickstart_answers_what_it_offers():
     assert done.stdout == "3+4=7. The answer is \\boxed{7}.\n"
 
 
+@pytest.mark.slow
+def test_the_chat_of_the_quickstart_does_sums_and_says_what_it_does_not_know():
+    """Of the models that `make quickstart` has left here: alone, and in one conversation."""
+    if not checkpoint.is_whole(ROOT / "runs/quickstart/phase3/final"):
+        pytest.skip("needs the models of `make quickstart`")
+    rng = random.Random(0)
+    sums = [(rng.randint(1, 15), rng.randint(1, 15)) for _ in range(20)]
+    unknown = [
+        "What is the capital of Norway?", "Where is Japan?", "Who wrote Hamlet?", "How does a train work?",
+        "Explain the rainbow.", "Who invented the telephone?", "What year is it?", "Why is the sea salt?",
+        "How many people live in Oslo?", "Write a Python function.",
+    ]  # fmt: skip
+    mixed = ["My home is Vienna.", "2+3?", "What is my city?", "What is the capital of Peru?", "7 + 8 - 4 ="]
+    alone = [line for text in [*(f"{a}+{b}?" for a, b in sums), *unknown] for line in (text, "/reset")]
+    done = subprocess.run(
+        [sys.executable, "inference_with_improved_settings.py", "--config", "configs/quickstart/chat.yaml"],
+        cwd=ROOT, input="\n".join([*alone, *mixed]) + "\n", capture_output=True, text=True,
+    )  # fmt: skip
+    answers = done.stdout.splitlines()
+    assert len(answers) == 35, answers
+    right = sum(rf"\boxed{{{a + b}}}" in answer for (a, b), answer in zip(sums, answers[:20], strict=True))
+    assert right >= 18 and answers[20:30].count(conversations.NO_ANSWER) >= 8, answers
+    _, five, city, not_known, eleven = answers[30:]
+    assert (five, city) == (r"2+3=5. The answer is \boxed{5}.", "Your city is Vienna.")
+    assert not_known == conversations.NO_ANSWER and eleven.endswith(r"\boxed{11}.")
+
+
 def test_numbers_stay_whole_tokens(chat):
     for problem in embedded.math_problems(300, 0):
         assert 0 <= int(problem["answer"]) < 130
