@@ -161,10 +161,10 @@ def evaluation_rows(
 
 
 def _texts(row: dict[str, Any]) -> Iterator[str]:
-    for value in row.values():
+    for name, value in row.items():
         if isinstance(value, str):
             yield value
-        elif value and "content" in value[0]:
+        elif name in ("messages", "chosen", "rejected"):  # other lists are of names and arguments
             yield from (message["content"] for message in value)
 
 

@@ -811,6 +811,10 @@ def test_a_text_that_cannot_fit_is_never_tokenised(
         ("questions", {"question": "a" * 101, "answer": 4}),
         ("recall", {"messages": [*HI, user("a" * 101)], "answer": "b"}),
         ("preferences", {"prompt": "a", "chosen": "b", "rejected": "c" * 101}),
+        (
+            "instructions",  # whose lists are not of messages, though a name may have `content` in it
+            {"prompt": "a" * 101, "instruction_id_list": ["detectable_content:postscript"], "kwargs": [None]},
+        ),
     ],
 )
 def test_an_evaluation_refuses_a_text_that_no_model_reads(
