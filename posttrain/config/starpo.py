@@ -232,7 +232,7 @@ class EvaluationSection(Section):
         "a few held-out prompts on what phases 1 and 2 taught, answered at each evaluation: is it forgotten?",
         TrainingSuites(),
     )
-    budget: float | None = Field(BUDGET, None, gt=0, le=1)
+    budget: float | None = Field(BUDGET, 0.1, gt=0, le=1)
 
 
 class CheckpointSection(Section):

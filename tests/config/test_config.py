@@ -840,6 +840,13 @@ def test_four_bit_weights_are_neither_vllms_nor_a_second_critic():
     assert "`rollout.engine: vllm` is not given four-bit weights: write `rollout.engine: auto`" in found
 
 
+@pytest.mark.parametrize("script", ["phase1_sft", "phase2_dpo", "phase3_starpo"])
+def test_suites_have_a_budget_in_all_phases_where_none_is_written(script):
+    file = ROOT / "configs" / "quickstart" / f"{script}.yaml"
+    assert "budget" not in read_yaml(file).get("evaluation", {})
+    assert config.resolve(RUNS[script], file, []).evaluation.budget == 0.1
+
+
 FILTERED = "algorithm.filter={strategy: none, keep_zero: true}"
 
 

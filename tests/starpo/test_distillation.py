@@ -251,7 +251,7 @@ SUITES = {
 
 
 def with_suites(file: Path, player: Path, **sections: Any) -> Path:
-    evaluation = {"every": 2, "episodes": 8, "final_episodes": 8, "temperature": 1.0, "suites": SUITES}
+    evaluation = {"every": 2, "episodes": 8, "final_episodes": 8, "temperature": 1.0, "suites": SUITES, "budget": None}
     return settings(file, player, evaluation=evaluation, **sections)
 
 
