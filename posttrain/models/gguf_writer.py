@@ -215,13 +215,20 @@ def _add_tokens(writer: GGUFWriter, tokenizer: Any, count: int) -> None:
 
 
 def stop_of(tokenizer: Any) -> int | None:
-    """Return the token that the chat template writes after an answer; without a template, that of the end of a text."""
-    if tokenizer.chat_template is not None:
-        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-        after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(ANSWER)[2].lstrip()
+    """Return the token that the chat template writes after an answer.
+
+    Without a template, or where it writes no such conversation, it is that of the end of a text; None without one.
+    """
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    for messages in (talk, [{"role": "system", "content": "?"}, *talk]) if tokenizer.chat_template is not None else ():
+        try:
+            after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(ANSWER)[2].lstrip()
+        except Exception:  # a template may raise anything, e.g. where it demands a system message
+            continue
         for place, token in tokenizer.added_tokens_decoder.items():
             if after.startswith(token.content):
                 return place
+        break
     return tokenizer.eos_token_id
 
 

@@ -12,8 +12,6 @@ is merged into its base model; a tokenizer beside the adapter is taken before th
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import os
 import re
 import shlex
@@ -46,7 +44,6 @@ TOKENIZER_FILES = (
 ADAPTER_FILES = ("adapter_*", "README.md", *TOKENIZER_FILES)
 # Names of embeddings in an adapter's file: alone, below LoRA, and below tokens that are trained by themselves.
 SAVED_EMBEDDINGS = ("weight", "base_layer.weight", "token_adapter.base_layer.weight")
-LONGEST = 8192  # tokens: Ollama keeps memory for all of them, and takes 4,096 where nothing is written
 
 
 def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
@@ -77,6 +74,7 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
         return _merge(source, out) if is_adapter else _copy_model(model_of(source), out)
 
     from posttrain.models import gguf_writer
+    from posttrain.serving import ollama
 
     name, model = _name(source), _base_of(source) if is_adapter else str(model_of(source))
     section, adapter = ModelSection(name_or_path=model), source if is_adapter else None
@@ -95,80 +93,11 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
         if form == "gguf":
             os.replace(file, out)
         else:
-            write_whole(part / "Modelfile", modelfile(tokenizer, config.max_position_embeddings))
+            write_whole(part / "Modelfile", ollama.modelfile(tokenizer, config.max_position_embeddings))
             os.replace(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return out
-
-
-def modelfile(tokenizer: Any, context: int) -> list[str]:
-    """Return the lines of Ollama's Modelfile for `model.gguf` beside it."""
-    from posttrain.models import gguf_writer
-
-    lines = ["FROM ./model.gguf\n", f"PARAMETER num_ctx {min(context, LONGEST)}\n"]
-    stop = tokenizer.convert_ids_to_tokens(gguf_writer.stop_of(tokenizer))
-    lines.append(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}\n")
-    template, system = ollama_template(tokenizer)
-    if not template:
-        return [
-            *lines,
-            "# The chat template has no form in Ollama's language: Ollama takes what it knows of the file's.\n",
-        ]
-    lines += [f'SYSTEM """{system}"""\n'] if system else []
-    return [*lines, f'TEMPLATE """{template}"""\n']
-
-
-def ollama_template(tokenizer: Any) -> tuple[str, str]:
-    """Return the chat template in Ollama's language, and the system message that it writes where there is none.
-
-    Read off a conversation that the template writes: what stands before, between and after its messages. Both are ""
-    where conversations that are put together from these parts are not those of the template.
-    """
-    marks = {role: f"<<{role}>>" for role in ("system", "user", "assistant")}
-
-    def written(*roles: str, **said: str) -> str:
-        messages = [{"role": role, "content": said.get(role, marks[role])} for role in roles]
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]  # Ollama puts it first by itself
-        return text.removeprefix(tokenizer.bos_token) if begins else text
-
-    asked = ("user", "assistant", "user")
-    try:
-        full, bare = written("system", *asked), written(*asked)
-        opening, rest = full.split(marks["system"])
-        between, answered, asking, last = rest.replace(marks["assistant"], marks["user"]).split(marks["user"])
-        first = bare.split(marks["user"])[0]
-    except Exception:  # a template may refuse a system message, or write a message twice or not at all
-        return "", ""
-    # A user message begins with what is the same after a system message, after an answer and at the very beginning.
-    backwards = zip(*(each[::-1] for each in (between, asking, first)), strict=False)
-    user = "".join(letters[0] for letters in itertools.takewhile(lambda each: len(set(each)) == 1, backwards))[::-1]
-    closing = between.removesuffix(user)
-    default = first.removesuffix(user)
-    system = ""
-    if default:  # a system message of the template's own
-        if not (default.startswith(opening) and default.endswith(closing)):
-            return "", ""
-        system = default[len(opening) : len(default) - len(closing)]
-    if system and written("system", *asked, system=system) != bare:
-        return "", ""
-
-    def put_together(*roles: str) -> str:
-        parts = {"system": (opening, closing), "user": (user, ""), "assistant": (answered, asking.removesuffix(user))}
-        return "".join(parts[role][0] + marks[role] + parts[role][1] for role in roles) + last
-
-    longer = ("system", *asked, "assistant", "user")
-    if put_together(*longer) != written(*longer) or (not system and put_together(*asked) != bare):
-        return "", ""
-    template = (
-        f'{{{{ range .Messages }}}}{{{{ if eq .Role "system" }}}}{opening}{{{{ .Content }}}}{closing}'
-        f'{{{{ else if eq .Role "user" }}}}{user}{{{{ .Content }}}}'
-        f'{{{{ else if eq .Role "assistant" }}}}{answered}{{{{ .Content }}}}{asking.removesuffix(user)}'
-        f"{{{{ end }}}}{{{{ end }}}}{last}"
-    )
-    texts = (opening, closing, user, answered, asking, last, system)
-    return ("", "") if any("{{" in text or '"""' in text for text in texts) else (template, system)
 
 
 def _name(source: Path) -> str:

@@ -29,7 +29,8 @@ from posttrain import models
 from posttrain.models import gguf_writer
 from posttrain.models.gguf import convert
 from posttrain.runtime import checkpoint
-from posttrain.serving.export import export_run, main, modelfile, ollama_template
+from posttrain.serving.export import export_run, main
+from posttrain.serving.ollama import modelfile, ollama_template
 from posttrain.types import UserError
 
 WRITTEN = {
@@ -182,10 +183,13 @@ def test_ollama_writes_what_the_template_writes(name: str, tmp_path: Path) -> No
     if name == "chatml":
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
         tokenizer.chat_template = models.TEMPLATE_PATH.read_text(encoding="utf-8")
-    template, system = ollama_template(tokenizer)
+    found = ollama_template(tokenizer)
+    assert found is not None and not found.differences
+    template, system, _ = found
     assert system == ("You help." if name == "qwen2.5" else "")
     asked = [*TALK, {"role": "assistant", "content": "357"}, {"role": "user", "content": "Sure?"}]
-    for messages in (asked, [{"role": "system", "content": "Be short."}, *asked]):
+    late = {"role": "system", "content": "Be short."}
+    for messages in (asked, [late, *asked], [*asked[:2], late, asked[2]], [asked[0], late, *asked[1:]]):
         written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         given = (
             messages
@@ -202,7 +206,62 @@ def test_a_template_that_is_more_than_a_sequence_of_messages_is_left_to_ollama(t
     """Gemma writes the system message into the first user message; a model may have no template."""
     for name in ("gemma3", "gpt2"):
         tokenizer = AutoTokenizer.from_pretrained(model_families.write(tmp_path / name, name))
-        assert ollama_template(tokenizer) == ("", "") and "TEMPLATE" not in "".join(modelfile(tokenizer, 8))
+        assert ollama_template(tokenizer) is None and "TEMPLATE" not in "".join(modelfile(tokenizer, 8))
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+THOUGHTS = "m.content.split('</think>')[-1].lstrip('\n') if '</think>' in m.content else m.content"
+NO_LATE = "raise_exception('late') if m.role == 'system' and not loop.first else m.content"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("m.content", []),
+        (THOUGHTS, ["changes thoughts of earlier answers (<think>...</think>)"]),
+        ("m.content|trim", ["changes spaces and line breaks around a message"]),
+        (NO_LATE, ["refuses a system message after the first message"]),
+    ],
+)
+def test_what_a_template_does_to_contents_is_told_in_the_modelfile(content: str, told: list[str]) -> None:
+    """Qwen3's drops thoughts, Llama 3's cuts spaces, others refuse a system message in mid-conversation."""
+    tokenizer = model_families.byte_level_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = CHATML.replace("CONTENT", content)
+    found, lines = ollama_template(tokenizer), modelfile(tokenizer, 8)
+    assert found is not None and found.differences == told
+    assert [line for line in lines if line.startswith("#")] == [
+        f"# The model's own chat template {each}. TEMPLATE does not.\n" for each in told
+    ]
+    asked = [*TALK, {"role": "assistant", "content": "357"}, {"role": "user", "content": "Sure?"}]
+    written = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert go(found.text, asked) == written and lines[-1].startswith("TEMPLATE ")
+
+
+DEMANDS = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "stop"),
+    [
+        (None, None, None),
+        (None, "<|endoftext|>", "<|endoftext|>"),
+        ("{{ raise_exception('no') }}", "<|endoftext|>", "<|endoftext|>"),
+        ("{{ raise_exception('no') }}", None, None),
+        (DEMANDS + CHATML.replace("CONTENT", "m.content"), "<|endoftext|>", "<|im_end|>"),
+    ],
+)
+def test_a_modelfile_has_the_stop_that_the_tokenizer_has(
+    template: str | None, eos: str | None, stop: str | None
+) -> None:
+    """There may be no template and no end of a text, and a template may raise."""
+    tokenizer = model_families.byte_level_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"], special_tokens=True)
+    tokenizer.chat_template, tokenizer.eos_token = template, eos
+    found = gguf_writer.stop_of(tokenizer)
+    assert found == (None if stop is None else tokenizer.convert_tokens_to_ids(stop))
+    told = [line for line in modelfile(tokenizer, 8) if line.startswith("PARAMETER stop")]
+    assert told == ([] if stop is None else [f'PARAMETER stop "{stop}"\n'])
 
 
 def test_ollama_gets_a_folder(tmp_path: Path) -> None:
