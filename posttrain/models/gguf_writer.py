@@ -149,7 +149,7 @@ def write_gguf(net: Any, tokenizer: Any, file: Path, kind: str, name: str) -> No
         name: of the model, for whoever lists models.
 
     Raises:
-        UserError: a weight exceeds float16, or llama.cpp has no place for it.
+        UserError: a weight is not finite or exceeds float16, or llama.cpp has no place for it.
     """
     config = net.config
     writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[KINDS[config.model_type].arch])
@@ -254,6 +254,8 @@ def _tensors(net: Any, wanted: GGMLQuantizationType) -> Iterator[tuple[str, np.n
         if found is None:
             raise UserError(f"llama.cpp's {gguf.MODEL_ARCH_NAMES[arch]} has no place for {name}. {CONVERTER}.")
         numbers = change(name, weight.detach().float().cpu(), config).contiguous().numpy()
+        if not np.isfinite(numbers).all():
+            raise UserError(f"{name} holds numbers that are not finite. Name another model or checkpoint.")
         stored = wanted if numbers.ndim > 1 else GGMLQuantizationType.F32
         if stored is GGMLQuantizationType.Q8_0 and numbers.shape[-1] % gguf.GGML_QUANT_SIZES[stored][0]:
             stored = GGMLQuantizationType.F16

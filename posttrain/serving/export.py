@@ -56,8 +56,8 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
         kind: of the matrices in a GGUF file, one of `KINDS`.
 
     Raises:
-        UserError: there is no such model, it does not have this form, something is at `out`, or nothing can be written
-            there.
+        UserError: there is no such model, it does not have this form, its weights are not finite (GGUF), something is
+            at `out`, or nothing can be written there.
     """
     if out.exists():
         raise UserError(f"{out} already exists and is not changed. Write --out with another path.")

@@ -639,6 +639,18 @@ def test_numbers_beyond_f16_are_refused_and_leave_nothing(tmp_path: Path) -> Non
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["f32", "f16"])
+def test_weights_that_are_not_finite_are_refused(number: float, kind: str, tmp_path: Path) -> None:
+    net, _ = load(family(tmp_path / "model", "llama"))
+    with torch.no_grad():
+        net.model.norm.weight[0] = number
+    net.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"^model.norm.weight holds numbers that are not finite. Name another model"):
+        export_run(tmp_path / "model", "gguf", tmp_path / "out" / "m.gguf", kind)
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_llama_cpp_writes_what_transformers_writes(tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     net, tokenizer = load(family(tmp_path / "model", "qwen2.5"))
