@@ -302,14 +302,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run, the folder of a model or that of an adapter")
     parser.add_argument("--to", required=True, choices=FORMS, help="what to write")
-    parser.add_argument("--type", choices=KINDS, default="f16", help="of the matrices in a GGUF file (default f16)")
+    parser.add_argument("--type", choices=KINDS, help="of the matrices in a GGUF file (default f16)")
     parser.add_argument("--out", type=Path, metavar="PATH", help="where (default: export/ in the folder of the run)")
     given = parser.parse_args(argv)
+    if given.type and given.to not in ("gguf", "ollama"):
+        parser.error(f"--type is of the matrices in a GGUF file, and --to {given.to} writes none: leave out --type")
+    kind = given.type or "f16"
     given.run = given.run.resolve()  # "." has no name
     runlog.keep_private(given.run)
-    name = f"{_name(given.run)}-{given.type}.gguf" if given.to == "gguf" else given.to
+    name = f"{_name(given.run)}-{kind}.gguf" if given.to == "gguf" else given.to
     above = given.run.parent if given.run.name in ("final", "adapter") else given.run
-    written = export_run(given.run, given.to, given.out or above / "export" / name, given.type)
+    written = export_run(given.run, given.to, given.out or above / "export" / name, kind)
     print(f"Written: {written}")
     if given.to == "ollama":
         model = re.sub(r"[^A-Za-z0-9._-]+", "-", _name(given.run)).strip("-._") or "model"

@@ -651,6 +651,12 @@ def test_weights_that_are_not_finite_are_refused(number: float, kind: str, tmp_p
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("form", ["merged", "adapter"])
+def test_a_type_is_refused_where_no_gguf_file_is_written(form: str, tmp_path: Path) -> None:
+    done = called(main, str(tmp_path), "--to", form, "--type", "q8_0")
+    assert done.returncode == 2 and f"--to {form} writes none: leave out --type" in done.stderr
+
+
 def test_llama_cpp_writes_what_transformers_writes(tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     net, tokenizer = load(family(tmp_path / "model", "qwen2.5"))
