@@ -421,7 +421,7 @@ def test_every_metric_of_phase_3_is_explained():
     written |= {f"evaluation/instructions/{key}" for key in MEASURED["instructions"][1:]}
     written |= {key.replace("{suite}", "SUITE") for key in written_keys(measure) if "change" in key}
     keys = {key.replace("{env}", "ENV").replace("{failure}", "FAILURE") for key in written}
-    keys = {key.replace("{k}", "K").replace("reward_{name}", "reward_NAME") for key in keys}
+    keys = {key.replace("{k}", "K").replace("_{name}", "_NAME") for key in keys}
     for name in ("evaluation", "final"):
         keys |= {key.replace("{name}", name) for key in keys if "{name}" in key}
     keys = {key for key in keys if "{" not in key}

@@ -143,8 +143,10 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
         for failure, share in failure_shares(own).items():
             out[f"rollout/{env}/{failure}"] = share
         here = [t for t in trajectories if t.env == env]
-        out |= {f"rollout/{env}/reward_{name}": mean for name, mean in _means([t.reward_parts for t in here]).items()}
-        out |= {f"rollout/{env}/logged_{name}": mean for name, mean in _means([t.logged for t in here]).items()}
+        for name, mean in _means([t.reward_parts for t in here]).items():
+            out[f"rollout/{env}/reward_{name}"] = mean
+        for name, mean in _means([t.logged for t in here]).items():
+            out[f"rollout/{env}/logged_{name}"] = mean
     return out
 
 
