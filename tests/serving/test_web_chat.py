@@ -455,6 +455,30 @@ def test_what_a_model_writes_is_never_html_and_errors_are_shown(
     expect(said(page)).to_have_count(1)
 
 
+@pytest.mark.thorough
+@in_browser
+def test_what_the_page_refuses_is_said_on_it(
+    pair: str, visit: Callable[..., Any], model: Script, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An empty message, an export of nothing: no error in the console nor in the log."""
+    page = visit(pair)
+    words = page.get_by_text("Write a message first.")
+    page.get_by_placeholder("Write a message").focus()
+    page.keyboard.press("Enter")
+    expect(words).to_have_count(1)
+    page.get_by_role("button", name="Send").click()
+    expect(words).to_have_count(2)
+    send(page, "   ")
+    expect(words).to_have_count(3)
+    page.get_by_role("button", name="Export").click()
+    expect(page.get_by_text("Nothing to export yet: no message has an answer.")).to_be_visible()
+    assert model.begun == []
+    send(page, "Hi")
+    expect(said(page)).to_have_text("yes")
+    at_rest(page)
+    assert capfd.readouterr().err == ""
+
+
 @in_browser
 @pytest.mark.slow
 def test_texts_are_shown_as_they_were_written(alone: str, visit: Callable[..., Any], model: Script) -> None:

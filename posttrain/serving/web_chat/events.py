@@ -12,6 +12,8 @@ import gradio
 # Events that use the model share one queue, in the order of arrival.
 ONE_AT_A_TIME: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "minimal"}
 QUICK: dict[str, Any] = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
+# For events that may raise `page_error`: gradio shows the errors of its queue only. These do not wait for others in it.
+REFUSES: dict[str, Any] = QUICK | {"queue": True, "concurrency_limit": None}
 PAUSE = 0.1  # seconds between two updates of a text that is being written
 
 

@@ -20,7 +20,9 @@ from posttrain.serving.conversation import Answering, Conversation, open_tools
 from posttrain.serving.display import describe_sampling, repetition_figures
 from posttrain.serving.generation import Answer, Generator
 from posttrain.serving.web_chat.about import About, about_html
-from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, html_table, page_error, wait_until_idle
+from posttrain.serving.web_chat.events import (
+    ONE_AT_A_TIME, PAUSE, QUICK, REFUSES, html_table, page_error, wait_until_idle,
+)  # fmt: skip
 from posttrain.types import UserError, derive_seed
 
 OWN = "own settings"  # shown in the list of presets after a slider was moved
@@ -187,7 +189,7 @@ class ChatTab:
                 self.begin,
                 [self.message, self.talk, *inputs],
                 [self.message, self.sent, *view, *self.headers],
-                **QUICK,
+                **REFUSES,
             )
             answered = begun.success(
                 self.answer, [self.sent, self.talk, *inputs], view, show_progress_on=self.chatbots, **ONE_AT_A_TIME,
@@ -203,9 +205,9 @@ class ChatTab:
         gradio.on(
             [self.new.click, self.beside.input, *(model.input for model in models)],
             self.reset, [self.talk, *inputs],
-            [self.message, *view, *self.headers, self.columns[1], self.second], cancels=answers, **QUICK,
+            [self.message, *view, *self.headers, self.columns[1], self.second], cancels=answers, **REFUSES,
         )  # fmt: skip
-        self.export.click(self.exported, [self.talk, *models], self.rows, **QUICK).success(
+        self.export.click(self.exported, [self.talk, *models], self.rows, **REFUSES).success(
             None, self.rows, None, js=DOWNLOAD, api_visibility="private"
         )
         for _, preset, *sliders in self.settings:
