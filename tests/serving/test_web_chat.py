@@ -668,9 +668,9 @@ def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., 
 def test_a_turn_belongs_to_the_level_it_was_asked_for(
     alone: str, visit: Callable[..., Any], model: Script, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Another level is opened while the turn is written, and while it waits; and numbers that are no level's."""
+    """Another level is opened while the turn is written, and while it waits."""
     model.text, model.pause = lambda: "<think>" + "so " * 60, 0.05
-    page, other = visit(alone, allowed="500"), Client(alone)
+    page, other = visit(alone), Client(alone)
     open_play(page)
     level, step = page.get_by_label("Level"), page.get_by_role("button", name="One turn")
 
@@ -699,9 +699,40 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     expect(page.locator("#status b")).to_contain_text("Turn 1 of")
     expect(page.locator("#status span")).to_have_text("")
     assert page.locator("#level-view .words").count() == 0
-    for count, number in enumerate(("0", "-3"), 1):
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.thorough
+@in_browser
+def test_numbers_that_are_no_levels_are_refused_in_words(
+    alone: str, visit: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = visit(alone)
+    open_play(page)
+    level, shown = page.get_by_label("Level"), page.locator("#level-view h2")
+    following = page.get_by_role("button", name="Next level")
+    words = page.get_by_text("A level has a whole number from 1 to 1,000,000,000.")
+
+    def refused() -> None:
+        expect(words).to_have_count(1)
+        page.locator(".toast-close").click()
+        expect(words).to_have_count(0)
+
+    for number, after in (("0", 1), ("-3", 1), ("1.5", 2), ("1e30", None), ("1000000000", None)):
+        level.fill("7")
+        expect(shown).to_contain_text("level 7")
         level.fill(number)
-        expect(page.get_by_text("Levels are numbered from 1.")).to_have_count(count)
+        if number == "1000000000":
+            expect(shown).to_contain_text("level 1000000000")
+        else:
+            refused()
+            expect(shown).to_contain_text("level 7")
+        following.click()
+        if after is None:
+            refused()
+        else:
+            expect(shown).to_contain_text(f"level {after}")
+            expect(level).to_have_value(str(after))
     assert capfd.readouterr().err == ""
 
 

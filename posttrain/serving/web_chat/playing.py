@@ -20,6 +20,7 @@ from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, page_
 from posttrain.types import UserError
 
 ROLLOUTS = "as in the rollouts"  # the model's own distribution, as in phase 3 and in --play without a preset
+LAST_LEVEL = 10**9  # JavaScript has exact integers up to 2**53
 
 
 @dataclass
@@ -51,7 +52,7 @@ class PlayTab:
             env = gradio.Dropdown(
                 titles, value=chosen[0] if chosen else "frozen_lake", label="Environment", min_width=160
             )
-            level = gradio.Number(1, label="Level", precision=0, min_width=100)
+            level = gradio.Number(1, label="Level", min_width=100)  # `open` refuses fractions
             preset = gradio.Dropdown([ROLLOUTS, *self.cfg.presets], value=ROLLOUTS, label="Sampling", min_width=220)
         with gradio.Row(elem_classes="actions"):
             play = gradio.Button("Play the level", variant="primary", min_width=130, interactive=False)
@@ -75,7 +76,7 @@ class PlayTab:
             self.open, [seat, *settings], view, api_name="open", cancels=playing, trigger_mode="always_last",
             show_progress="hidden",
         ).failure(self.view, seat, view, **QUICK)  # fmt: skip
-        following.click(lambda number: (number or 0) + 1, level, level, **QUICK).then(
+        following.click(next_level, level, level, **QUICK).then(
             self.open, [seat, *settings], view, api_visibility="private", cancels=playing, show_progress="hidden"
         ).failure(self.view, seat, view, **QUICK)
         tab.select(self.enter, [seat, *settings], view, api_visibility="private", show_progress="hidden")
@@ -85,12 +86,13 @@ class PlayTab:
         """Open the chosen level when the tab is first shown."""
         return (gradio.skip(),) * 5 if seat.level else self.open(seat, *settings)
 
-    def open(self, seat: Seat, model: str, env: str, level: int | None, preset: str) -> tuple[Any, ...]:
+    def open(self, seat: Seat, model: str, env: str, level: float | None, preset: str) -> tuple[Any, ...]:
         """Show the first state of a level, which has the same number in --play."""
         if level is None:  # a number that is being typed
             return (gradio.skip(),) * 5
-        if level < 1:
-            raise page_error("Levels are numbered from 1.")
+        if not 1 <= level <= LAST_LEVEL or level % 1:
+            raise page_error(f"A level has a whole number from 1 to {LAST_LEVEL:,}.")
+        number = int(level)
         if model not in self.generators or not env or preset not in (ROLLOUTS, *self.cfg.presets):
             raise page_error("Choose a model, an environment and a sampling setting.")
         setting = SamplingSection() if preset == ROLLOUTS else self.cfg.presets[preset]
@@ -98,9 +100,9 @@ class PlayTab:
         seat.turns, seat.level, seat.view = [], None, None
         try:
             played = open_played_env(self.cfg, env)
-            opened = PlayedLevel(self.generators[model], played, self.cfg, setting, level - 1)
+            opened = PlayedLevel(self.generators[model], played, self.cfg, setting, number - 1)
             again = open_played_env(self.cfg, env) if played.has("render") else None
-            seat.view = level_view.LevelView(level, opened, again)
+            seat.view = level_view.LevelView(number, opened, again)
         except UserError as problem:
             raise page_error(problem) from problem
         seat.level = opened
@@ -153,6 +155,11 @@ class PlayTab:
         if seat.level is None or seat.view is None:
             return None, "", *enabled(play=False, stop=False)
         return seat.view.state(seat.opened), status_html(seat), *enabled(play=not seat.level.over, stop=False)
+
+
+def next_level(number: float | None) -> int:
+    """Return the number after the one in the box, which may be any number or none."""
+    return int(min(max(number or 0, 0), LAST_LEVEL)) + 1
 
 
 def enabled(*, play: bool, stop: bool) -> tuple[Any, Any, Any]:

@@ -21,8 +21,14 @@ from posttrain.serving.display import describe_sampling, repetition_figures
 from posttrain.serving.generation import Answer, Generator
 from posttrain.serving.web_chat.about import About, about_html
 from posttrain.serving.web_chat.events import (
-    ONE_AT_A_TIME, PAUSE, QUICK, REFUSES, html_table, page_error, wait_until_idle,
-)  # fmt: skip
+    ONE_AT_A_TIME,
+    PAUSE,
+    QUICK,
+    REFUSES,
+    html_table,
+    page_error,
+    wait_until_idle,
+)
 from posttrain.types import UserError, derive_seed
 
 OWN = "own settings"  # shown in the list of presets after a slider was moved
