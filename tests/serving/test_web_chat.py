@@ -1013,10 +1013,31 @@ def test_the_page_names_its_models_and_an_example_is_sent(
     for side in range(2):
         expect(said(page, side)).to_have_text("yes")
         expect(said(page, side, "user")).to_have_text(text)
+        expect(said(page, side)).to_have_attribute("aria-label", f"model {side + 1}'s message: yes")
+        expect(page.locator(f"#side-{side}").get_by_role("log")).to_have_accessible_name(
+            f"Conversation with model {side + 1}"
+        )
     at_rest(page)
     assert page.locator("#figures tr").first.inner_text().split() == ["model", "1", "model", "2"]
     page.get_by_role("button", name="New conversation").click()
     expect(page.locator("#side-1 .example")).to_have_count(6)
+
+
+@pytest.mark.thorough
+@in_browser
+def test_a_screen_reader_hears_the_name_of_the_model(alone: str, visit: Callable[..., Any], model: Script) -> None:
+    model.text, model.pause = lambda: "bot's message: apples and more apples", 0.05
+    page = visit(alone)
+    log = page.get_by_role("log", name="Conversation with model 1", exact=True)
+    expect(log).to_be_visible()
+    for number in range(2):
+        send(page, "Hi")
+        expect(said(page)).to_have_count(number + 1)
+        at_rest(page)
+        expect(said(page).last).to_have_attribute("aria-label", f"model 1's message: {model.text()}")  # type: ignore
+    page.get_by_role("button", name="New conversation").click()
+    expect(said(page)).to_have_count(0)
+    expect(log).to_be_visible()
 
 
 @in_browser

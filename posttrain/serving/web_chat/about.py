@@ -103,4 +103,5 @@ def about_html(about: About, heading: str, setting: str) -> str:
     """Return what a model was trained on and how it is sampled. heading: tag of its name, as h2; "" leaves it out."""
     name = f"<{heading}>{html.escape(about.title)}</{heading}>" if heading else ""
     card = f' <a href="{html.escape(about.card)}" target="_blank" rel="noreferrer">Its card</a>' if about.card else ""
-    return f"{name}<p>{html.escape(about.trained)}{card}</p><p>Sampling: {html.escape(setting)}</p>"
+    trained = f'<p data-model="{html.escape(about.title)}">{html.escape(about.trained)}{card}</p>'  # names.js reads it
+    return f"{name}{trained}<p>Sampling: {html.escape(setting)}</p>"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import gradio
@@ -146,7 +147,10 @@ class ChatTab:
         """
         beside, (name, preset) = len(self.generators) > 1, self.chosen[number]
         with gradio.Column(visible=number == 0 or beside, min_width=300, elem_classes="side") as column:
-            header = gradio.HTML(self.header(name, self.cfg.presets[preset], beside=beside), elem_id=f"about-{number}")
+            header = gradio.HTML(
+                self.header(name, self.cfg.presets[preset], beside=beside), elem_id=f"about-{number}",
+                js_on_load=Path(__file__).with_name("names.js").read_text(encoding="utf-8"),
+            )  # fmt: skip
             chatbot = gradio.Chatbot(
                 label=self.abouts[name].title, show_label=False, height="min(52svh, 540px)", render_markdown=False,
                 buttons=[], layout="bubble", elem_id=f"side-{number}", examples=self.examples(name),
