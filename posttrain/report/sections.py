@@ -36,9 +36,7 @@ def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
             if each.verdict in words:
                 words[each.verdict].append(title if each.verdict == "cannot tell" else f"{title} ({before} → {after})")
             for kind, parts in each.changed_parts.items():
-                for part in parts:
-                    before, after = map(percent, part.values)
-                    words[kind].append(f"{title}: {part.title} ({before} → {after})")
+                words[kind] += [f"{title}: {part.with_values}" for part in parts]
         if any(words.values()):
             phases_changed.append((new, old, [(kind, join_words(titles)) for kind, titles in words.items() if titles]))
     return phases_changed
@@ -79,12 +77,7 @@ def about(results: Results, column: Column) -> list[str]:
     )
     better = "lower is better" if tables.less_is_better(column.metric) else "higher is better"
     items = f"{figures.get('n', figures.get('episodes'))} items"
-    return list(filter(None, (note, better, items, column.setting and setting_of(column.setting))))
-
-
-def setting_of(name: str) -> str:
-    """Return a sampling setting in words; `greedy` does not sample."""
-    return "greedy" if name == "greedy" else f"sampling setting “{name}”"
+    return list(filter(None, (note, better, items, column.setting and tables.setting_of(column.setting))))
 
 
 def change_since_last(steps: Steps, name: str, column: Column) -> Comparison | None:
@@ -126,7 +119,7 @@ def environments(results: Results) -> list[tuple[Any, ...]]:
             notes += [f"{one['crashed']} crashed"] if one["crashed"] else []
             ours.append((name, tables.figure_of(one, "success"), ", ".join(filter(None, notes))))
         first = next(iter(entries.values()))
-        setting = setting_of(first["setting"])
+        setting = tables.setting_of(first["setting"])
         rows.append((readable(env), first["episodes"], first["levels"], setting, others, ours))
     return rows
 

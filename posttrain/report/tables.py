@@ -77,6 +77,11 @@ def math_title(source: str) -> str:
     return MATH_TITLES.get(source, f"Math ({source})")
 
 
+def setting_of(name: str) -> str:
+    """Return a sampling setting in words; `greedy` does not sample."""
+    return "greedy" if name == "greedy" else f"sampling setting “{name}”"
+
+
 def figure_of(entry: Record, key: str) -> Interval:
     """Return a value of results.json with its interval; the value itself if it has none, as an optimum."""
     return Interval(entry[key], entry.get("low", entry[key]), entry.get("high", entry[key]))

@@ -5,8 +5,9 @@ paired and hold simultaneously at 95 % (Bonferroni), also for few items: an inte
 rejects zero (`metrics.paired_interval`). If it includes zero, the page says how many items would show a difference of
 this size, or of 5 points if both are equal: a normal approximation with 80 % power.
 
-A figure of several kinds of problems can hide a change of one kind, as success can hide fewer failures. So if the
-verdict on the whole is “cannot tell”, the parts that changed are named, each at 95 % separately.
+A figure of several kinds of problems can hide a change of one kind, success can hide fewer failures, and accuracy a
+smaller margin; under another sampling setting there may be a change. So if the verdict on the whole is “cannot tell”,
+the parts that changed are named, each at 95 % separately.
 """
 
 from __future__ import annotations
@@ -14,21 +15,27 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from posttrain import metrics
 from posttrain.metrics import Interval
-from posttrain.report.tables import Column, Results, columns, less_is_better
+from posttrain.report.tables import Column, Results, columns, less_is_better, percent, points_span, setting_of
 from posttrain.types import Record, UserError, derive_seed
 
 POWER = 0.8
 UNSEEN = 0.05  # the difference to look for if none was seen
 DECIDES = ("max_new_tokens", "max_completion_length", "max_context", "context", "context_turns", "protocol")
+MARGIN = "margin"  # of preferences, in nats
 MOST_EXAMPLES = 4  # of a figure
 ROUNDS = 10_000  # of the random subsets: simultaneous intervals have thin tails
+
+
+Pairs = list[tuple[Record, Record]]  # rows of two models on common items
 
 
 class Model(NamedTuple):
@@ -42,7 +49,7 @@ class Model(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A kind of item within a figure, or another side of it: how often episodes failed, repetition at equal length.
+    """A kind of item within a figure, another sampling setting, or another side: failures, equal length, margin.
 
     Part("unseen operands", (0.45, 0.375), Interval(-0.075, -0.118, -0.031), "accuracy")
     """
@@ -52,12 +59,29 @@ class Part(NamedTuple):
     change: Interval
     metric: str
 
+    @property
+    def with_values(self) -> str:
+        """Return `unseen operands (45 % → 38 %)`."""
+        before, after = self.values
+        if self.metric == MARGIN:
+            return f"{self.title} ({before:.1f} → {after:.1f} nats)"
+        return f"{self.title} ({percent(before)} → {percent(after)})"
+
+    @property
+    def with_change(self) -> str:
+        """Return `unseen operands -7.5 (-11.8 to -3.1)`."""
+        if self.metric == MARGIN:
+            value, low, high = (f"{each:+.1f}" for each in self.change)
+            return f"{self.title} {value} ({low} to {high}) nats"
+        return f"{self.title} {points_span(self.change)}"
+
 
 class Comparison(NamedTuple):
     """One figure of two models: how `after` differs from `before` on n common items.
 
     needed: items that would show a difference of this size, or of UNSEEN if both are equal; 0 if every item is equal.
-    examples: the pairs of rows that differ most. parts: the change by kind of item, if there are several kinds.
+    examples: the pairs of rows that differ most. parts: the change by kind of item, if there are several kinds, of the
+    other sides, and under the other sampling settings.
     """
 
     column: Column
@@ -114,7 +138,10 @@ def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparis
     ]
     same = [c for c, d in shared if c.setting == d.setting and _conditions(before, c) == _conditions(after, c)]
     common = [(column, pairs) for column in same if (pairs := common_rows(before, after, column))]
-    return [compare_rows(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
+    return [
+        compare_rows(column, pairs, 0.025 / len(common), most_examples, _other_settings(before, after, column))
+        for column, pairs in common
+    ]
 
 
 def not_compared(before: Model, after: Model, comparisons: Sequence[Comparison]) -> list[str]:
@@ -126,7 +153,7 @@ def not_compared(before: Model, after: Model, comparisons: Sequence[Comparison])
 
 
 def overall(comparisons: Sequence[Comparison]) -> tuple[str, str]:
-    """Return better, worse, mixed or cannot tell, and a sentence with the figures."""
+    """Return a verdict, as `Comparison.verdict` does, and a sentence with the figures."""
     names: dict[str, list[str]] = {
         kind: [c.column.title for c in comparisons if c.verdict == kind] for kind in ("better", "worse", "cannot tell")
     }
@@ -137,6 +164,7 @@ def overall(comparisons: Sequence[Comparison]) -> tuple[str, str]:
         word = "mixed"
     else:
         word = next((kind for kind in ("better", "worse") if names[kind]), "cannot tell")
+        word += "" if any(each.verdict == word for each in comparisons) else " in part"
     return word, "; ".join(f"{kind} in {', '.join(titles)}" for kind, titles in names.items() if titles)
 
 
@@ -149,7 +177,7 @@ def _conditions(model: Model, column: Column) -> list[Any]:
     return [setting, options, [suite.get(key) for key in DECIDES]]
 
 
-def common_rows(before: Model, after: Model, column: Column) -> list[tuple[Record, Record]]:
+def common_rows(before: Model, after: Model, column: Column) -> Pairs:
     """Return the rows of both models on common items, without crashed ones."""
     old, new = (_items(model, column) for model in (before, after))
     return [(old[item], new[item]) for item in old if item in new]
@@ -168,13 +196,28 @@ def _items(model: Model, column: Column) -> dict[str, Record]:
     return rows
 
 
-def compare_rows(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
-    """Compare two models by a figure of their rows. tail: chance in each tail of the interval. most: examples."""
-    old, new = ([float(pair[side][column.metric]) for pair in pairs] for side in (0, 1))
-    examples = _examples(pairs, [b - a for a, b in zip(old, new, strict=True)], most)
-    if column.suite == "envs":  # a level counts once, however often it is played
-        levels = [pair[0].get("level", number) for number, pair in enumerate(pairs)]
-        old, new = metrics.means_of_levels(old, levels), metrics.means_of_levels(new, levels)
+def _other_settings(before: Model, after: Model, column: Column) -> dict[str, Pairs]:
+    """Return the rows of both models on common items under each other sampling setting of the figure's suite."""
+    names = [each["name"] for each in before.results["config"]["settings"] if each["name"] != column.setting]
+    others = [replace(column, setting=name) for name in names]
+    same = [each for each in others if _conditions(before, each) == _conditions(after, each)]
+    return {each.setting: pairs for each in same if (pairs := common_rows(before, after, each))}
+
+
+def compare_rows(
+    column: Column, pairs: Pairs, tail: float, most: int, others: Mapping[str, Pairs] = MappingProxyType({})
+) -> Comparison:
+    """Compare two models by a figure of their rows.
+
+    Args:
+        column: the figure.
+        pairs: rows of both models on common items.
+        tail: chance in each tail of the interval.
+        most: examples.
+        others: rows under the other sampling settings.
+    """
+    differences = [float(new[column.metric]) - float(old[column.metric]) for old, new in pairs]
+    old, new = _values(column.suite, pairs, column.metric)
     seed = derive_seed("comparison", column.suite, column.part)
     change = metrics.paired_interval(old, new, seed, ROUNDS, tail)
     return Comparison(
@@ -183,41 +226,53 @@ def compare_rows(column: Column, pairs: list[tuple[Record, Record]], tail: float
         change=change,
         n=len(old),
         needed=_needed([b - a for a, b in zip(old, new, strict=True)], change.value, tail),
-        examples=examples,
-        parts=_parts(column, pairs, seed),
+        examples=_examples(pairs, differences, most),
+        parts=_parts(column, pairs, others, seed),
     )
 
 
-def _parts(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) -> list[Part]:
-    """Return the figure by kind of item if there are several kinds, and its other sides."""
-    by_kind: dict[str, list[tuple[float, float]]] = {}
-    for old, new in pairs:
-        by_kind.setdefault(old.get("part", ""), []).append((float(old[column.metric]), float(new[column.metric])))
-    parts = []
-    for kind, values in by_kind.items() if len(by_kind) > 1 else ():
-        old, new = map(list, zip(*values, strict=True))
-        change = metrics.paired_interval(old, new, seed, ROUNDS)
-        parts.append(Part(kind.replace("_", " "), (fmean(old), fmean(new)), change, column.metric))
-    return parts + _other_sides(column, pairs, seed)
+def _values(suite: str, pairs: Pairs, metric: str) -> tuple[list[float], list[float]]:
+    """Return a metric of both models; a level of an environment counts once, however often it is played."""
+    old, new = ([float(pair[side][metric]) for pair in pairs] for side in (0, 1))
+    if suite != "envs":
+        return old, new
+    levels = [pair[0].get("level", number) for number, pair in enumerate(pairs)]
+    return metrics.means_of_levels(old, levels), metrics.means_of_levels(new, levels)
 
 
-def _other_sides(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) -> list[Part]:
-    """Return how often episodes ended in a failure, and repetition at equal length, if the rows hold them."""
+def _parts(column: Column, pairs: Pairs, others: Mapping[str, Pairs], seed: int) -> list[Part]:
+    """Return the figure by kind of item if there are several kinds, its other sides, and its other settings."""
+    by_kind: dict[str, Pairs] = {}
+    for pair in pairs:
+        by_kind.setdefault(pair[0].get("part", ""), []).append(pair)
+    parts = [(kind.replace("_", " "), rows) for kind, rows in by_kind.items() if len(by_kind) > 1]
+    settings = [(setting_of(name), rows) for name, rows in others.items()]
+    kinds, asides = (
+        [_part(title, column.metric, _values(column.suite, rows, column.metric), seed) for title, rows in titled]
+        for titled in (parts, settings)
+    )
+    return kinds + _other_sides(column, pairs, seed) + asides
+
+
+def _part(title: str, metric: str, values: tuple[list[float], list[float]], seed: int) -> Part:
+    before, after = values
+    return Part(title, (fmean(before), fmean(after)), metrics.paired_interval(before, after, seed, ROUNDS), metric)
+
+
+def _other_sides(column: Column, pairs: Pairs, seed: int) -> list[Part]:
+    """Return how often episodes ended in a failure, repetition at equal length, the margin, if the rows hold them."""
     rows = [row for pair in pairs for row in pair]
     if column.suite == "envs" and all("failed" in row for row in rows):
         if all(bool(row["failed"]) != bool(row[column.metric]) for row in rows):
             return []  # whatever is not solved has failed: the same figure again
-        metric, title = "failed", "ended in a failure"
-        levels = [old.get("level", number) for number, (old, _) in enumerate(pairs)]
-        before, after = (metrics.means_of_levels([float(p[side][metric]) for p in pairs], levels) for side in (0, 1))
-    elif column.suite == "repetition" and all("ids" in row for row in rows):
-        metric, title = "equal_length", "at equal length"
+        return [_part("ended in a failure", "failed", _values(column.suite, pairs, "failed"), seed)]
+    if column.suite == "repetition" and all("ids" in row for row in rows):
         cut = metrics.at_equal_length([old["ids"] for old, _ in pairs], [new["ids"] for _, new in pairs])
         before, after = ([metrics.seq_rep_n(ids) for ids in side] for side in cut)
-    else:
-        return []
-    change = metrics.paired_interval(before, after, seed, ROUNDS)
-    return [Part(title, (fmean(before), fmean(after)), change, metric)]
+        return [_part("at equal length", "equal_length", (before, after), seed)]
+    if column.suite == "preferences" and all(MARGIN in row for row in rows):
+        return [_part("log-prob margin", MARGIN, _values(column.suite, pairs, MARGIN), seed)]
+    return []
 
 
 def _needed(differences: Sequence[float], value: float, tail: float) -> int:
