@@ -27,12 +27,14 @@ def next_message(by_hand: bool) -> str:
 def typed_line(prompt: str) -> str:
     """Read a line. Ctrl-C clears a line that has text, and interrupts at an empty one when it is pressed again there.
 
-    The first one may have been meant for an answer that has just ended.
+    The first one may have been meant for an answer that has just ended. Ctrl-C also drops what `input` has not read,
+    because `input` hears a signal only while it waits for the next key.
     """
     pressed = False
     while True:
         try:
-            return input(prompt)
+            with _ctrl_c_keeps_queue(False):
+                return input(prompt)
         except KeyboardInterrupt:
             print()
             readline = sys.modules.get("readline")  # it knows the text of the line
@@ -56,7 +58,13 @@ def pending() -> str:
 
 @contextmanager
 def ctrl_c_keeps_what_was_typed() -> Iterator[None]:
-    """Keep the lines that wait in the terminal's queue when Ctrl-C is pressed."""
+    """Keep the lines that wait in the terminal's queue when Ctrl-C is pressed, except while `typed_line` reads."""
+    with _ctrl_c_keeps_queue(True):
+        yield
+
+
+@contextmanager
+def _ctrl_c_keeps_queue(keeps: bool) -> Iterator[None]:
     if os.name != "posix" or not sys.stdin.isatty():
         yield
         return
@@ -64,9 +72,9 @@ def ctrl_c_keeps_what_was_typed() -> Iterator[None]:
 
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
-    kept = before[:]
-    kept[3] |= termios.NOFLSH  # the local modes
-    termios.tcsetattr(descriptor, termios.TCSANOW, kept)
+    wanted = before[:]
+    wanted[3] = before[3] | termios.NOFLSH if keeps else before[3] & ~termios.NOFLSH  # the local modes
+    termios.tcsetattr(descriptor, termios.TCSANOW, wanted)
     try:
         yield
     finally:

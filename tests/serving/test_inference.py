@@ -952,6 +952,39 @@ def test_in_a_terminal(folder: Path) -> None:
         os.close(ours)
 
 
+READS_LINES = """
+import readline
+from posttrain.serving import keyboard
+with keyboard.ctrl_c_keeps_what_was_typed():
+    while True:
+        print("read", repr(keyboard.typed_line("you> ")), flush=True)
+"""
+
+
+def test_ctrl_c_in_the_same_instant_as_a_text_clears_it_at_once() -> None:
+    """A signal that comes while readline reads would wait for the end of the next line, which would be lost."""
+    ours, theirs = pty.openpty()
+    started = subprocess.Popen(
+        [sys.executable, "-c", READS_LINES], cwd=ROOT, env={**os.environ, "TERM": "xterm"}, stdin=theirs, stdout=theirs,
+        stderr=theirs, start_new_session=True, preexec_fn=lambda: _take(theirs),
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        heard = Listener(ours)
+        heard.until("you> ")
+        for _ in range(3):
+            wait_until(waits_for_a_key(started))
+            os.write(ours, b"half typed\x03")
+            heard.until("you> ")
+            os.write(ours, b"next line\n")
+            heard.until("read 'next line'")
+            heard.until("you> ")
+    finally:
+        started.kill()
+        started.wait()
+        os.close(ours)
+
+
 def _take(terminal: int) -> None:
     """Make this terminal the one whose Ctrl-C reaches the process."""
     import fcntl
