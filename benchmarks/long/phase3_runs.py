@@ -2,6 +2,7 @@
 
     python benchmarks/long/phase3_runs.py --add runs/gsm8k --start "GSM8K, LoRA"    # what the model began with
     python benchmarks/long/phase3_runs.py    # the table
+    python benchmarks/long/phase3_runs.py --plot docs/images/recipes.png
 
 A row is one environment in one evaluation of one run.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 import yaml
@@ -83,10 +85,46 @@ def markdown(rows: list[Record]) -> str:
     return table(header, lines)
 
 
+def plot(rows: list[Record], file: Path) -> None:
+    """One panel for each model and start, a line for each run: validation levels won after so many steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for row in rows:
+        if row["split"] == "validation":
+            line = f"{row['env'].replace('_', ' ')}, seed {row['seed']}"
+            curves.setdefault((row["model"], row["start"]), {}).setdefault(line, []).append(row)
+    columns = 3
+    lines = -(-len(curves) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(11, 2.9 * lines), sharey=True, squeeze=False)
+    for axis in axes.flat[len(curves) :]:
+        axis.set_axis_off()
+    for axis, ((model, start), runs) in zip(axes.flat, curves.items(), strict=False):
+        for name, points in runs.items():
+            steps, shares = ([point[key] for point in points] for key in ("step", "success"))
+            axis.plot(steps, shares, marker="o", markersize=3, label=name)
+            axis.fill_between(steps, [p["low"] for p in points], [p["high"] for p in points], alpha=0.12)
+        axis.set_title("\n".join([model, *textwrap.wrap(start, 52)]), fontsize=8)
+        axis.set_ylim(0, 1)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=7, loc="lower right")
+        axis.tick_params(labelsize=7)
+    figure.supxlabel("steps of phase 3", fontsize=8)
+    figure.supylabel("validation levels won, with 95 % intervals", fontsize=8)
+    figure.set_layout_engine("constrained")
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--add", type=Path, help="the folder of a run, whose rows take the place of older ones of it")
     parser.add_argument("--start", help="with --add: what the model began with, and what was trained")
+    parser.add_argument("--plot", type=Path, help="draw the curves of all runs into this file")
     given = parser.parse_args()
     if (given.add is None) != (given.start is None):
         parser.error("--add and --start belong together")
@@ -95,6 +133,8 @@ def main() -> None:
         new = rows_of(given.add, given.start)
         rows = [row for row in rows if any(row[name] != new[0][name] for name in RUN)] + new
         write_whole(RESULTS, (f"{json.dumps(row)}\n" for row in rows))
+    if given.plot:
+        plot(rows, given.plot)
     print(markdown(rows))
 
 
