@@ -170,7 +170,7 @@ class OfAToken(NamedTuple):
         # what is kept behind the blocks is freed when their backward pass begins
         at_work = max(size * (2 * shape.behind + shape.states), inside - behind)
         return cls(
-            before=size * (shape.embedding + 3 * shape.hidden) if shape.embedding != shape.hidden else 0,
+            before=FLOAT * (shape.embedding + 3 * shape.hidden) if shape.embedding != shape.hidden else 0,
             kept=shape.layers * (FLOAT * shape.hidden if numbers.recomputed else block),
             behind=behind + FLOAT * 4 * shape.states,
             at_work=at_work,

@@ -873,8 +873,8 @@ def test_the_prompt_shows_the_short_name_of_the_model(model: str, name: str) -> 
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("configs/**/chat.yaml")), ids=lambda file: str(file.parent.name))
-def test_every_chat_offers_three_examples(file: Path) -> None:
-    assert len(config.resolve(ChatRun, file).examples) == 3
+def test_every_chat_offers_examples(file: Path) -> None:
+    assert 3 <= len(config.resolve(ChatRun, file).examples) <= 6
 
 
 # ------------------------------------------------------------------------------------------------------ as a program
