@@ -56,8 +56,8 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
         kind: of the matrices in a GGUF file, one of `KINDS`.
 
     Raises:
-        UserError: there is no such model, it does not have this form, its weights are not finite (GGUF), something is
-            at `out`, or nothing can be written there.
+        UserError: there is no such model, it does not have this form, its weights are not finite (GGUF, or once an
+            adapter is merged), something is at `out`, or nothing can be written there.
     """
     if out.exists():
         raise UserError(f"{out} already exists and is not changed. Write --out with another path.")
@@ -262,6 +262,12 @@ def _weights(section: ModelSection, adapter: Path | None, config: Any, tokenizer
         raise UserError(
             f"{adapter} has no embeddings of the {len(random)} tokens that its tokenizer has and {section.name_or_path}"
             " lacks. They would be random numbers. Get a whole copy of the adapter."
+        )
+    broken = next((name for name, weight in net.named_parameters() if not torch.isfinite(weight).all()), None)
+    if broken:
+        raise UserError(
+            f"{broken} holds numbers that are not finite once {adapter} is merged into {section.name_or_path}. Name"
+            " another checkpoint of the run."
         )
     return net
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from gguf import GGUFReader, quants
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from tiny_runs import ROOT, called
 from transformers import (
     AutoConfig,
@@ -648,6 +649,18 @@ def test_weights_that_are_not_finite_are_refused(number: float, kind: str, tmp_p
     net.save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match=r"^model.norm.weight holds numbers that are not finite. Name another model"):
         export_run(tmp_path / "model", "gguf", tmp_path / "out" / "m.gguf", kind)
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("form", ["merged", "gguf"])
+def test_an_adapter_that_makes_weights_infinite_is_not_merged(form: str, tmp_path: Path) -> None:
+    adapter_of(family(tmp_path / "base", "llama"), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(weight for name, weight in tensors.items() if "lora_B" in name)[0, 0] = float("inf")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"weight holds numbers that are not finite once .*adapter is merged into"):
+        export_run(tmp_path / "adapter", form, tmp_path / "out" / "m")
     assert not list((tmp_path / "out").iterdir())
 
 
