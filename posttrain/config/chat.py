@@ -64,8 +64,10 @@ class ChatRun(Section):
     _context = model_validator(mode="after")(turns_where_counted)
 
     @model_validator(mode="after")
-    def _known_preset(self) -> ChatRun:
+    def _fits_together(self) -> ChatRun:
         whole_context_with_tools(self.envs, self.context, "context")
+        if not all(text.strip() for text in self.examples):
+            raise wrong("`examples` has a message without text: leave it out")
         if self.preset not in self.presets:
             known = list(self.presets)
             raise wrong(f"`{self.preset}` is not a preset: write one of {', '.join(known)}{hint(self.preset, known)}")

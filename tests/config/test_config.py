@@ -935,6 +935,11 @@ def test_the_chat_needs_a_preset_that_exists():
     assert "did you mean `improved`" in complaint(ChatRun, ROOT / "configs" / "chat.yaml", "preset=impruved")
 
 
+def test_an_example_of_the_chat_has_words():
+    message = complaint(ChatRun, ROOT / "configs" / "chat.yaml", 'examples=["Hello", " "]')
+    assert "`examples` has a message without text" in message
+
+
 # ------------------------------------------------------------------------------------------------- the command line
 
 

@@ -372,6 +372,10 @@ def test_settings_that_no_slider_has_are_refused_in_words(
         assert not told.value.print_exception
     (shown, *_) = list(tab.answer("Hi", talking.Talk(), False, None, 1.0, *given.values(), *given.values()))[-1]
     assert len(shown) == 2
+    with pytest.raises(gradio.Error, match="true or false"):
+        tab.begin("Hi", talking.Talk(), "yes", None, 20.0, *given.values(), *given.values())
+    with pytest.raises(gradio.Error, match="A level has a whole number"):
+        play_tab({"model": both[0]}, cfg).open(playing.Seat(), "model", "frozen_lake", "2", "greedy")  # type: ignore
 
 
 @in_browser
@@ -613,6 +617,53 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
     for name in ("One turn", "Play the level"):
         expect(page.get_by_role("button", name=name)).to_be_disabled()
     assert model.params[0] == SamplingParams(64), "as in the rollouts"
+
+
+def lists_left_alone(page: Any, names: list[str]) -> None:
+    """Each list that is seen is passed by Tab, which closes it, and its own value is chosen again."""
+    lists = page.locator("input[role=combobox]:visible")
+    assert [each.get_attribute("aria-label") for each in lists.all()] == names
+    options = page.get_by_role("listbox").get_by_role("option")
+    for number in range(len(names)):
+        one = lists.nth(number)
+        chosen = one.input_value()
+        one.focus()  # opens it
+        expect(options.filter(has_text=chosen)).to_have_count(1)
+        page.keyboard.press("Tab")
+        expect(one).to_have_attribute("aria-expanded", "false")
+        page.get_by_role("heading").first.click()  # the next list was opened by the focus
+        expect(options).to_have_count(0)
+        one.click()
+        options.filter(has_text=chosen).click()
+        expect(options).to_have_count(0)
+        expect(one).to_have_value(chosen)
+    page.wait_for_timeout(500)  # what would be answered, is
+
+
+@pytest.mark.thorough
+@in_browser
+def test_a_list_that_is_left_as_it_was_changes_nothing(pair: str, visit: Callable[..., Any], model: Script) -> None:
+    model.text = lambda: "<think></think><answer>Left</answer>"
+    page = visit(pair)
+    send(page, "Hi")
+    expect(said(page)).to_have_count(1)
+    at_rest(page)
+    page.get_by_text("Settings").click()
+    lists_left_alone(page, ["Model", "Preset"] * 2)
+    expect(said(page)).to_have_count(1)
+    page.locator("input[role=combobox]:visible").first.click()
+    page.get_by_role("option", name="model 2").click()
+    expect(said(page)).to_have_count(0)
+
+    turns = open_play(page)
+    page.get_by_role("button", name="One turn").click()
+    expect(turns).to_have_count(2)
+    expect(page.get_by_role("button", name="One turn")).to_be_enabled()
+    lists_left_alone(page, ["Model", "Environment", "Sampling"])
+    expect(turns).to_have_count(2)
+    page.locator("input[role=combobox]:visible").nth(1).click()
+    page.get_by_role("option", name="bandit").click()
+    expect(turns).to_have_count(1)
 
 
 @pytest.mark.thorough
@@ -1035,6 +1086,12 @@ def test_a_screen_reader_hears_the_name_of_the_model(alone: str, visit: Callable
         expect(said(page)).to_have_count(number + 1)
         at_rest(page)
         expect(said(page).last).to_have_attribute("aria-label", f"model 1's message: {model.text()}")  # type: ignore
+    model.text = lambda: "<b> & &lt;"
+    send(page, "a < b & &gt;")
+    expect(said(page)).to_have_count(3)
+    at_rest(page)
+    expect(said(page).last).to_have_attribute("aria-label", "model 1's message: <b> & &lt;")
+    expect(said(page, 0, "user").last).to_have_attribute("aria-label", "user's message: a < b & &gt;")
     page.get_by_role("button", name="New conversation").click()
     expect(said(page)).to_have_count(0)
     expect(log).to_be_visible()
@@ -1088,7 +1145,8 @@ def test_what_the_page_says_about_models(
     ours, hub = about.describe_models({name: both[0], "owner/Name-1B": both[1]}, with_own).values()
     assert (ours.title, hub.title) == ("mine/phase3", "Name-1B")
     told = "SFT on 1,200 generated rows (capybara); DPO on 30 pairs of rows.jsonl; StarPO in frozen_lake."
-    assert ours.trained.endswith(f"million parameters. {told}") and ours.examples == generated["examples"]
+    assert ours.trained.endswith(f"million parameters. {told}")
+    assert ours.examples == ["My own?", *generated["examples"]]
     assert hub.trained.endswith("Its training is described on its card.")
     assert hub.card == "https://huggingface.co/owner/Name-1B" and hub.examples == list(about.GENERAL)
     shown = about.about_html(hub, "h2", "greedy")

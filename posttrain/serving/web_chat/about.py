@@ -46,17 +46,17 @@ def describe_models(generators: Mapping[str, Generator], cfg: ChatRun) -> dict[s
     for (name, generator), title in zip(generators.items(), titles, strict=True):
         records = model_card.history(name)
         configured = cfg.examples if not described else []
-        shown = (
-            model_card.card_examples(records)
-            or list(dict.fromkeys([*configured, *GENERAL]))[: model_card.MOST_EXAMPLES]
-        )
+        # those of the config are written for this model and make one conversation
+        shown = list(dict.fromkeys([*configured, *(model_card.card_examples(records) or GENERAL)]))
         size = sum(parameter.numel() for parameter in generator.model.parameters()) / 1e6
         published = bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
         trained = "; ".join(filter(None, map(_phase, records)))
         if not trained:
             trained = "Its training is described on its card" if published else "Its folder does not name its training"
         words = f"{size:,.{0 if size >= 10 else 1 if size >= 1 else 2}f} million parameters. {trained}."
-        described[name] = About(title, words, f"https://huggingface.co/{name}" if published else "", shown)
+        described[name] = About(
+            title, words, f"https://huggingface.co/{name}" if published else "", shown[: model_card.MOST_EXAMPLES]
+        )
     return described
 
 

@@ -213,7 +213,7 @@ class ChatTab:
         self.message.stop(None, None, None, cancels=answers, api_visibility="private")
         models = [setting[0] for setting in self.settings]
         gradio.on(
-            [self.new.click, self.beside.input, *(model.input for model in models)],
+            [self.new.click, self.beside.input, *(model.change for model in models)],
             self.reset, [self.talk, *inputs],
             [self.message, *view, *self.headers, self.columns[1], self.second], cancels=answers, **REFUSES,
         )  # fmt: skip
@@ -317,12 +317,14 @@ class ChatTab:
 
     def read_settings(self, beside: bool, system: str | None, longest: float, *settings: Any) -> MessageSettings:
         half, sides = len(settings) // 2, []
+        if not isinstance(beside, bool):  # a program can send any value
+            raise page_error("Side by side is true or false.")
         for model, _, *values in (settings[:half], settings[half:])[: 1 + beside]:
             if model not in self.generators:
                 raise page_error("Choose a model.")
             try:
                 sides.append((model, SamplingSection(**dict(zip(SLIDERS, values, strict=True)))))
-            except ValidationError as error:  # a program can send any value
+            except ValidationError as error:
                 words = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
                 raise page_error(f"These settings cannot be used: {words}.") from error
         return MessageSettings(sides, (system or "").strip() or None, int(longest), self.tools)
