@@ -27,7 +27,10 @@ TYPES = {
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
-LARGEST_F16 = 65504.0
+LARGEST = {  # number of a type; a block of q8_0 has whole numbers up to 127, and a scale in f16
+    GGMLQuantizationType.F16: 65_504.0,
+    GGMLQuantizationType.Q8_0: 127 * 65_504.0,
+}
 # How words are split before merges, as tokenizer.json has it, and llama.cpp's name for it.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -259,6 +262,7 @@ def _tensors(net: Any, wanted: GGMLQuantizationType) -> Iterator[tuple[str, np.n
         stored = wanted if numbers.ndim > 1 else GGMLQuantizationType.F32
         if stored is GGMLQuantizationType.Q8_0 and numbers.shape[-1] % gguf.GGML_QUANT_SIZES[stored][0]:
             stored = GGMLQuantizationType.F16
-        if stored is GGMLQuantizationType.F16 and np.abs(numbers).max() > LARGEST_F16:
-            raise UserError(f"{name} holds numbers above {LARGEST_F16:,.0f}, the largest of f16. Take --type f32.")
+        if np.abs(numbers).max() > (most := LARGEST.get(stored, np.inf)):
+            named = stored.name.lower()
+            raise UserError(f"{name} holds numbers above {most:,.0f}, the largest of {named}. Take --type f32.")
         yield found, quantize(numbers, stored), stored

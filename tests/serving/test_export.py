@@ -630,13 +630,20 @@ def test_a_tokenizer_that_changes_letters_is_refused(tmp_path: Path) -> None:
         assert (gguf_writer.pre_tokenizer_of(tokenizer) == "") == refused
 
 
-def test_numbers_beyond_f16_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "kind", "most"),
+    [(1e5, "f16", "65,504, the largest of f16"), (-1e8, "q8_0", "8,319,008, the largest of q8_0")],
+)
+def test_numbers_beyond_a_type_are_refused_and_leave_nothing(
+    number: float, kind: str, most: str, tmp_path: Path
+) -> None:
+    """A block of q8_0 has a scale in f16, 1/127 of its largest number."""
     net, _ = load(family(tmp_path / "model", "llama"))
     with torch.no_grad():
-        net.model.layers[0].mlp.up_proj.weight[0, 0] = 1e5
+        net.model.layers[0].mlp.up_proj.weight[0, 0] = number
     net.save_pretrained(tmp_path / "model")
-    with pytest.raises(UserError, match=r"above 65,504, the largest of f16. Take --type f32"):
-        export_run(tmp_path / "model", "gguf", tmp_path / "out" / "m.gguf", "f16")
+    with pytest.raises(UserError, match=rf"above {most}. Take --type f32"):
+        export_run(tmp_path / "model", "gguf", tmp_path / "out" / "m.gguf", kind)
     assert not list((tmp_path / "out").iterdir())
 
 
