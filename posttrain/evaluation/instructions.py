@@ -241,6 +241,8 @@ def _instruction(name: str, kwargs: Arguments | None, where: str) -> Record:
         if kind is int and isinstance(value, float) and value.is_integer():  # as a table of numbers holds it
             given[key] = value = int(value)
         fits = isinstance(value, kind) and not isinstance(value, bool) and bool(value)
+        if fits and kind is int:
+            fits = given[key] > 0
         if fits and kind is list:
             fits = all(isinstance(each, str) and each for each in given[key])
         if fits and "relation" in key:

@@ -113,6 +113,12 @@ def test_scores_are_strict_and_loose_by_prompt_and_by_instruction() -> None:
         ("keywords:existence", {}, "keywords = None, which should be a list of texts"),
         ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "more"}, '"less than" or "at least"'),
         ("detectable_format:number_bullet_lists", {"num_bullets": "2"}, "num_bullets = '2', which should be a number"),
+        ("detectable_format:number_bullet_lists", {"num_bullets": -2}, "num_bullets = -2, which should be a number"),
+        (
+            "length_constraints:nth_paragraph_first_word",
+            {"num_paragraphs": 2, "nth_paragraph": -5.0, "first_word": "so"},
+            "nth_paragraph = -5, which should be a number above 0",
+        ),
     ],
 )
 def test_an_argument_that_is_not_there_is_told(name: str, given: dict[str, Any], said: str) -> None:
