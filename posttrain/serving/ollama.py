@@ -92,7 +92,10 @@ def ollama_template(tokenizer: Any) -> OllamaTemplate | None:
     if parts is None:
         return None
     before, after = parts.before, parts.after
-    if any("{{" in each or '"""' in each for each in (*before.values(), *after.values(), parts.last, parts.system)):
+    before_actions = (*before.values(), *after.values())
+    if any("{{" in each or '"""' in each for each in (*before_actions, parts.last, parts.system)):
+        return None
+    if any(each.endswith("{") for each in before_actions):  # {{{ begins an action with a brace in it
         return None
     text = (
         f'{{{{ range .Messages }}}}{{{{ if eq .Role "system" }}}}{before["system"]}{{{{ .Content }}}}{after["system"]}'
