@@ -30,6 +30,7 @@ from posttrain.types import UserError, one_line
 FORMS = ("gguf", "ollama", "merged", "adapter")
 KINDS = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # bytes of a number
 ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # peft reads either
 # Beside the weights, which `checkpoint.weight_files` knows: the model card, and code of models that bring their own.
 BESIDE_WEIGHTS = ("README.md", "*.py")
 WITH_TOKENS = ("tokenizer.json", "vocab.*", "*.model")  # one of them holds the tokens of a tokenizer
@@ -56,8 +57,8 @@ def export_run(source: Path, form: str, out: Path, kind: str = "f16") -> Path:
         kind: of the matrices in a GGUF file, one of `KINDS`.
 
     Raises:
-        UserError: there is no such model, it does not have this form, its weights are not finite (GGUF, or once an
-            adapter is merged), something is at `out`, or nothing can be written there.
+        UserError: there is no such model, it does not have this form, its weight files are not whole, its weights are
+            not finite (GGUF, or once an adapter is merged), something is at `out`, or nothing can be written there.
     """
     if out.exists():
         raise UserError(f"{out} already exists and is not changed. Write --out with another path.")
@@ -134,6 +135,9 @@ def listed_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
 def _copy(folder: Path, files: Mapping[str, Path], out: Path) -> Path:
     """Copy files to these names and seal them with the values that the folder's own manifest holds."""
     checkpoint.verify_if_sealed(folder)
+    for file in files.values():
+        if file.suffix == ".safetensors":
+            _check_whole(file)
     meta: dict[str, Any] = {"phase": "base", "source": folder.name}
     if (folder / checkpoint.MANIFEST).exists():
         meta = checkpoint.read_manifest(folder)["meta"]
@@ -148,6 +152,19 @@ def _copy(folder: Path, files: Mapping[str, Path], out: Path) -> Path:
     return checkpoint.save(out, write, **meta)
 
 
+def _check_whole(file: Path) -> None:
+    """Raise UserError unless a weight file has a header and as many bytes as it says; a manifest may be missing."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file} is not a weight file that can be loaded: {one_line(error)}. Get a whole copy of it."
+        ) from None
+
+
 def _copy_model(folder: Path, out: Path) -> Path:
     """Copy what `publish` takes of a model, and no other weights: a checkpoint may also hold those of a critic."""
     from posttrain.serving.publish import content
@@ -160,6 +177,10 @@ def _copy_model(folder: Path, out: Path) -> Path:
 def _copy_adapter(folder: Path, out: Path) -> Path:
     """Copy an adapter with its tokenizer: that of a run lies in `final` beside it, with the template of training."""
     files, final = listed_files(folder, ADAPTER_FILES), folder.resolve().with_name("final")
+    if not any(name in files for name in ADAPTER_WEIGHTS):
+        raise UserError(
+            f"{folder} holds no weights of an adapter ({ADAPTER_WEIGHTS[0]}). Get a whole copy of the adapter."
+        )
     if folder.resolve().name == "adapter" and not _has_tokenizer(folder) and final.is_dir():
         checkpoint.verify_if_sealed(final, weights=False)
         files = listed_files(final, TOKENIZER_FILES) | files
@@ -180,7 +201,7 @@ def _adapter_of(source: Path) -> Path:
 def _base_of(adapter: Path) -> str:
     """Return the path or the Hub name of the model that an adapter was trained on."""
     base = read_json(adapter / ADAPTER, "Get a whole copy of the adapter.").get("base_model_name_or_path")
-    if not base:
+    if not isinstance(base, str) or not base:
         raise UserError(f"{adapter / ADAPTER} does not name its base model (base_model_name_or_path).")
     return base
 
@@ -218,10 +239,10 @@ def _saved_embeddings(net: Any, adapter: Path) -> int | None:
     """Return how many tokens have embeddings in the file of an adapter, or None if it holds no embeddings."""
     from safetensors import safe_open
 
-    if not (adapter / "adapter_model.safetensors").is_file():  # peft also reads adapter_model.bin
+    if not (adapter / ADAPTER_WEIGHTS[0]).is_file():
         return None
     name = next(name for name, module in net.named_modules() if module is net.get_input_embeddings())
-    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+    with safe_open(adapter / ADAPTER_WEIGHTS[0], "pt") as file:
         for key in list(file.keys()):
             if key.rpartition(f".{name}.")[2] in SAVED_EMBEDDINGS:
                 return file.get_slice(key).get_shape()[0]

@@ -211,8 +211,23 @@ def test_a_template_that_is_more_than_a_sequence_of_messages_is_left_to_ollama(t
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+BRACED = "{% for m in messages %}[{{ m.role }}]{{ '{' + m.content + '}' }}{% endfor %}[assistant]{"
 THOUGHTS = "m.content.split('</think>')[-1].lstrip('\n') if '</think>' in m.content else m.content"
 NO_LATE = "raise_exception('late') if m.role == 'system' and not loop.first else m.content"
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (BRACED, False),  # Ollama's language reads {{{ as an action that begins with a brace
+        (BRACED.replace("'{'", "'{ '"), True),
+    ],
+)
+def test_a_brace_before_a_message_has_no_form_in_the_language_of_ollama(template: str, written: bool) -> None:
+    tokenizer = model_families.byte_level_tokenizer()
+    tokenizer.chat_template = template
+    assert (ollama_template(tokenizer) is not None) == written
+    assert ("TEMPLATE" in "".join(modelfile(tokenizer, 8))) == written
 
 
 @pytest.mark.parametrize(
@@ -431,6 +446,46 @@ def test_an_adapter_that_does_not_fit_its_base_model_is_named(tmp_path: Path) ->
     adapter_of(base, tmp_path / "mine")
     family(tmp_path / "base", "llama", hidden_size=64)
     with pytest.raises(UserError, match=r"The adapter .*mine cannot be merged into .*base"):
+        export_run(tmp_path / "mine", "merged", tmp_path / "out")
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_weights_that_are_cut_are_not_copied(parts: int, tmp_path: Path) -> None:
+    """A folder from elsewhere has no manifest that would tell."""
+    net, _ = load(family(tmp_path / "base", "llama"))
+    if parts > 1:
+        (tmp_path / "base" / "model.safetensors").unlink()
+        net.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    files = sorted((tmp_path / "base").glob("*.safetensors"))
+    assert min(parts, 2) <= len(files)
+    whole = files[-1].read_bytes()
+    files[-1].write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=rf"{files[-1].name} is not a weight file that can be loaded"):
+        export_run(tmp_path / "base", "merged", tmp_path / "out" / "copied")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_without_whole_weights_is_not_copied(tmp_path: Path) -> None:
+    adapter_of(family(tmp_path / "base", "llama"), tmp_path / "mine")
+    weights = tmp_path / "mine" / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"adapter_model.safetensors is not a weight file that can be loaded"):
+        export_run(tmp_path / "mine", "adapter", tmp_path / "copied")
+    weights.unlink()
+    with pytest.raises(UserError, match=r"mine holds no weights of an adapter \(adapter_model.safetensors\)"):
+        export_run(tmp_path / "mine", "adapter", tmp_path / "copied")
+    assert not (tmp_path / "copied").exists()
+    (tmp_path / "mine" / "adapter_model.bin").write_bytes(b"weights")  # peft reads it as well
+    assert (export_run(tmp_path / "mine", "adapter", tmp_path / "copied") / "adapter_model.bin").is_file()
+
+
+@pytest.mark.parametrize("base", [5, ["a"], "", None])
+def test_the_base_model_of_an_adapter_is_a_name(base: object, tmp_path: Path) -> None:
+    adapter_of(family(tmp_path / "base", "llama"), tmp_path / "mine")
+    file = tmp_path / "mine" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    with pytest.raises(UserError, match=r"does not name its base model \(base_model_name_or_path\)"):
         export_run(tmp_path / "mine", "merged", tmp_path / "out")
 
 
