@@ -107,6 +107,8 @@ def needed(compared: Comparison) -> str:
     """Return how many items would decide, if the verdict is `cannot tell`."""
     if compared.verdict != "cannot tell":
         return ""
+    if not compared.change.low <= 0 <= compared.change.high:
+        return ": a difference that rounds to 0"
     items, n = ITEMS[compared.column.suite], f"{compared.n:,}"
     if compared.needed == 0:
         return f": the same on all {n} {items}"

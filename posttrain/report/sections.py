@@ -32,9 +32,9 @@ def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
         words: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
         for each in compared:
             title = each.column.title
-            before, after = (percent(figure.value) for figure in each.values)
+            shares = tables.from_to(*(figure.value for figure in each.values))
             if each.verdict in words:
-                words[each.verdict].append(title if each.verdict == "cannot tell" else f"{title} ({before} → {after})")
+                words[each.verdict].append(title if each.verdict == "cannot tell" else f"{title} ({shares})")
             for kind, parts in each.changed_parts.items():
                 words[kind] += [f"{title}: {part.with_values}" for part in parts]
         if any(words.values()):

@@ -101,6 +101,13 @@ def percent(value: float) -> str:
     return f"{100 * value:.0f} %" if abs(value) >= 0.095 or value == 0 else f"{100 * value:.1f} %"
 
 
+def from_to(before: float, after: float) -> str:
+    """Return two shares as `45 % → 38 %`, with more digits where they would read the same: `45.2 % → 45.4 %`."""
+    told = [(percent(before), percent(after))]
+    told += [(f"{100 * before:.{digits}f} %", f"{100 * after:.{digits}f} %") for digits in (1, 2)]
+    return " → ".join(next((pair for pair in told if pair[0] != pair[1]), told[0]))
+
+
 def span(figure: Interval) -> str:
     """Return an interval of a share in percent: `48 to 60`."""
     return f"{100 * figure.low:.0f} to {100 * figure.high:.0f}"

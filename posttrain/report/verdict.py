@@ -3,7 +3,8 @@
 report.html and comparison.html compare every common figure of the headline table on common items. The intervals are
 paired and hold simultaneously at 95 % (Bonferroni), also for few items: an interval excludes zero only if an exact test
 rejects zero (`metrics.paired_interval`). If it includes zero, the page says how many items would show a difference of
-this size, or of 5 points if both are equal: a normal approximation with 80 % power.
+this size, or of 5 points if both are equal: a normal approximation with 80 % power. A change that is shown as 0.0 is
+neither better nor worse.
 
 A figure of several kinds of problems can hide a change of one kind, success can hide fewer failures, and accuracy a
 smaller margin; under another sampling setting there may be a change. So if the verdict on the whole is “cannot tell”,
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 from posttrain import metrics
 from posttrain.metrics import Interval
-from posttrain.report.tables import Column, Results, columns, less_is_better, percent, points_span, setting_of
+from posttrain.report.tables import Column, Results, columns, from_to, less_is_better, points_span, setting_of
 from posttrain.types import Record, UserError, derive_seed
 
 POWER = 0.8
@@ -64,8 +65,9 @@ class Part(NamedTuple):
         """Return `unseen operands (45 % → 38 %)`."""
         before, after = self.values
         if self.metric == MARGIN:
-            return f"{self.title} ({before:.1f} → {after:.1f} nats)"
-        return f"{self.title} ({percent(before)} → {percent(after)})"
+            digits = 1 if f"{before:.1f}" != f"{after:.1f}" else 2
+            return f"{self.title} ({before:.{digits}f} → {after:.{digits}f} nats)"
+        return f"{self.title} ({from_to(before, after)})"
 
     @property
     def with_change(self) -> str:
@@ -110,7 +112,8 @@ class Comparison(NamedTuple):
 
 
 def _kind(change: Interval, metric: str) -> str:
-    if change.low <= 0 <= change.high:
+    shown_as_zero = round(change.value if metric == MARGIN else 100 * change.value, 1) == 0  # of nats, or points
+    if change.low <= 0 <= change.high or shown_as_zero:
         return "cannot tell"
     return "better" if (change.value > 0) != less_is_better(metric) else "worse"
 

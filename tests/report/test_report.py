@@ -1010,6 +1010,42 @@ def test_the_margin_of_preferences_is_named_where_the_accuracy_cannot_tell() -> 
     assert sections.phases({("a", "b"): [found]}) == [("b", "a", told)]
 
 
+def test_a_change_that_rounds_to_zero_is_not_called_better_or_worse() -> None:
+    column = tables.Column("Preferences", "", "preferences", "", "accuracy", "")
+
+    def compared(more: float) -> verdict.Comparison:
+        rows = [({"accuracy": True, "margin": 33.34}, {"accuracy": True, "margin": 33.34 + more}) for _ in range(20)]
+        return verdict.compare_rows(column, rows, 0.025 / 6, 0)
+
+    unseen = compared(0.02)
+    assert (
+        unseen.parts[0].change.low > 0
+        and unseen.verdict == "cannot tell"
+        and "+0.0 (+0.0" in unseen.parts[0].with_change
+    )
+    assert sections.phases({("a", "b"): [unseen]}) == [("b", "a", [("cannot tell", "Preferences")])]
+    seen = compared(-0.06)
+    assert seen.verdict == "worse in part" and seen.parts[0].with_values == "log-prob margin (33.34 → 33.28 nats)"
+
+    whole = unseen._replace(change=metrics.Interval(0.0004, 0.0001, 0.0007), parts=[])
+    assert whole.verdict == "cannot tell" and "+0.0 (+0.0 to +0.1)<br>cannot tell" in CHANGED(whole)
+    assert comparison.needed(whole) == ": a difference that rounds to 0"
+    assert whole._replace(change=metrics.Interval(0.0006, 0.0001, 0.0011)).verdict == "better"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (0.45, 0.375, "45 % → 38 %"),
+        (0.45, 0.45, "45 % → 45 %"),
+        (0.452, 0.454, "45.2 % → 45.4 %"),
+        (0.4506, 0.4512, "45.06 % → 45.12 %"),
+    ],
+)
+def test_two_shares_have_digits_that_tell_them_apart(before: float, after: float, told: str) -> None:
+    assert tables.from_to(before, after) == told
+
+
 def test_other_settings_are_compared_on_common_items_with_equal_sampling(run: Path, other: Path) -> None:
     before, after = (comparison.open_model(str(folder)) for folder in (run, other))
     column = next(column for column in tables.columns(before.results) if column.suite == "repetition")
