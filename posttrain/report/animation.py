@@ -17,6 +17,7 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from posttrain.report.answers import legible
 from posttrain.report.episodes import acted_out, describe_end, evaluation_stage, list_moments, played
 from posttrain.report.tables import Results
 from posttrain.types import Record, UserError
@@ -45,7 +46,7 @@ class Panel(NamedTuple):
 def panels(results: Results, row: Record) -> list[Panel]:
     """Return the moments of an episode, at least one for each turn."""
     frames, turns = acted_out(evaluation_stage(results, row), row)
-    texts = [" ".join(text.split()) for text, _ in turns]
+    texts = [legible(" ".join(text.split())) for text, _ in turns]
     moments = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in list_moments(turns)]
     return [*moments[:-1], moments[-1]._replace(end=describe_end(row, row["success"]))]
 

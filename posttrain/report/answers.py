@@ -99,7 +99,8 @@ def worth_of(row: Record) -> float | None:
 def good_and_bad(rows: Sequence[Record]) -> list[ShownAnswer]:
     """Return one of the best answers and one that is worth less, to the same prompt if there is one; [] without both.
 
-    Answers with bytes that are no text are left out. The best ones of the last checkpoint or step come first.
+    Answers with bytes that are no text are left out. The best ones of the last checkpoint or step come first, and among
+    them those that box one result: a right answer may go on and box it again.
     """
     valued = [(value, row) for row in rows if (value := worth_of(row)) is not None and row["readable"] and row["turns"]]
     if not valued or len({value for value, _ in valued}) < 2:
@@ -108,7 +109,7 @@ def good_and_bad(rows: Sequence[Record]) -> list[ShownAnswer]:
     last = valued[-1][1]["from"]
     top = [row for value, row in valued if value == best and row["won"] is not False]
     top = top or [row for value, row in valued if value == best]
-    top.sort(key=lambda row: row["from"] != last)
+    top.sort(key=lambda row: (row["from"] != last, _boxes(row) > 1))
     worse = [(value, row) for value, row in valued if value < best and row["won"] is not True]
     worse = worse or [(value, row) for value, row in valued if value < best]
     by_prompt: dict[str, list[tuple[float, Record]]] = {}
@@ -119,6 +120,10 @@ def good_and_bad(rows: Sequence[Record]) -> list[ShownAnswer]:
     right = good["won"] is not False
     titles = ("A good answer", "A bad answer") if right else ("The highest reward", "A lower reward")
     return [shown_answer(good, titles[0]), shown_answer(bad, titles[1])]
+
+
+def _boxes(row: Record) -> int:
+    return sum(each["content"].count(r"\boxed") for each in row["messages"] if each["role"] == "assistant")
 
 
 # ------------------------------------------------------------------------------------------------ answers by reward

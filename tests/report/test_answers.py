@@ -177,6 +177,9 @@ def test_good_and_bad_answers_are_chosen_by_a_rule() -> None:
     assert (bad.title, bad.pieces[0].opening, bad.prompt) == ("A bad answer", "8", good.prompt)
     assert answers.good_and_bad(rows[:1]) == answers.good_and_bad([]) == []
     assert answers.good_and_bad(rows[1:3]) == [], "bytes are no answer to show"
+    once, twice = r"The answer is \boxed{7}.", r"The answer is \boxed{7. The answer is \boxed{7}."
+    boxed = [browser_row(answered(text, value)) for text, value in ((twice, 1.0), (once, 1.0), ("8", 0.0))]
+    assert answers.good_and_bad(boxed)[0].pieces[0].opening == once, "the one that ends with its result"
     failed = [browser_row(answered(str(reward), reward)) for reward in (0.1, 0.5)]
     assert [each.title for each in answers.good_and_bad(failed)] == ["The highest reward", "A lower reward"]
 

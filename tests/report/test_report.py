@@ -454,6 +454,11 @@ def test_animation_shows_the_same_levels_side_by_side(
         assert lengths[place] >= 1 + row["turns"] and panels[-1].end and not any(panel.end for panel in panels[:-1])
         assert (panels[-1].frame == acted_out(evaluation_stage(results, row), row)[0][-1]).all()
         assert (panels[-1].end == "solved") == row["success"]
+    base = found["frozen_lake", "base", 0]
+    said = [
+        message | {"content": "a\ufffd"} if message["role"] == "assistant" else message for message in base["messages"]
+    ]
+    assert animation.panels(results, base | {"messages": said})[-1].text == "(no readable text)"
     shown = list(animation.pictures(results, found, names))
     longest = [max(length for (*_, level), length in lengths.items() if level == n) for n in (0, 1)]
     assert len(shown) == sum(longest)
