@@ -622,6 +622,7 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
 def lists_left_alone(page: Any, names: list[str]) -> None:
     """Each list that is seen is passed by Tab, which closes it, and its own value is chosen again."""
     lists = page.locator("input[role=combobox]:visible")
+    expect(lists).to_have_count(len(names))  # once the settings are unfolded
     assert [each.get_attribute("aria-label") for each in lists.all()] == names
     options = page.get_by_role("listbox").get_by_role("option")
     for number in range(len(names)):
