@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Annotated
+
+from pydantic import AfterValidator, model_validator
 
 from posttrain.config.shared import (
     CONTEXT,
@@ -25,6 +27,12 @@ from posttrain.config.shared import (
 )
 
 
+def _not_blank(message: str) -> str:
+    if not message.strip():
+        raise wrong("an example is empty: write a message, or leave it out")
+    return message
+
+
 class ChatRun(Section):
     """Chat in the terminal, and watching the model play."""
 
@@ -36,7 +44,9 @@ class ChatRun(Section):
     seed: int = Field("everything random is derived from it", 0, ge=0)
     hardware: str = Field("free text: what this file was written for", "")
     system: str | None = Field("system message; null leaves it out", None)
-    examples: list[str] = Field("messages that the chat offers at its start, fit for what the model was trained on", [])
+    examples: list[Annotated[str, AfterValidator(_not_blank)]] = Field(
+        "messages that the chat offers at its start, fit for what the model was trained on", []
+    )
     max_new_tokens: int = Field("longest answer", 512, ge=1)
     preset: str = Field(
         "the preset that answers; with --compare, the one whose answer stays in the conversation", "improved"
@@ -64,10 +74,8 @@ class ChatRun(Section):
     _context = model_validator(mode="after")(turns_where_counted)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> ChatRun:
+    def _known_preset(self) -> ChatRun:
         whole_context_with_tools(self.envs, self.context, "context")
-        if not all(text.strip() for text in self.examples):
-            raise wrong("`examples` has a message without text: leave it out")
         if self.preset not in self.presets:
             known = list(self.presets)
             raise wrong(f"`{self.preset}` is not a preset: write one of {', '.join(known)}{hint(self.preset, known)}")

@@ -935,9 +935,10 @@ def test_the_chat_needs_a_preset_that_exists():
     assert "did you mean `improved`" in complaint(ChatRun, ROOT / "configs" / "chat.yaml", "preset=impruved")
 
 
-def test_an_example_of_the_chat_has_words():
-    message = complaint(ChatRun, ROOT / "configs" / "chat.yaml", 'examples=["Hello", " "]')
-    assert "`examples` has a message without text" in message
+@pytest.mark.parametrize("blank", ["''", "' '"])
+def test_the_chat_offers_no_empty_example(blank):
+    message = complaint(ChatRun, ROOT / "configs" / "chat.yaml", f"examples=[a, {blank}, b]")
+    assert "examples.1 (on the command line): an example is empty: write a message, or leave it out" in message
 
 
 # ------------------------------------------------------------------------------------------------- the command line

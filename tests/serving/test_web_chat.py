@@ -265,6 +265,54 @@ def at_rest(page: Any) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
+def lists(page: Any) -> Any:
+    """The lists with choices, each of them by its text box."""
+    return page.locator("[role=combobox]").locator("visible=true")
+
+
+def choose(page: Any, label: str, value: str) -> None:
+    page.get_by_label(label, exact=True).locator("visible=true").first.click()
+    page.get_by_role("option", name=value, exact=True).click()
+
+
+def pass_every_control(page: Any, first: Any) -> None:
+    """Tab from the control on through the page, then open each list, leave it and choose its value again."""
+    opened, passed = page.get_by_role("listbox").locator("visible=true"), set()
+    first.focus()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        passed.add(page.evaluate("document.activeElement.ariaLabel"))
+    assert passed >= set(lists(page).evaluate_all("all => all.map((one) => one.ariaLabel)"))
+    page.evaluate("document.activeElement.blur()")
+    expect(opened).to_have_count(0)
+    for each in lists(page).all():
+        each.click()
+        expect(opened).to_have_count(1)
+        page.keyboard.press("Escape")
+        page.keyboard.press("Shift+Tab")
+        page.evaluate("document.activeElement.blur()")
+        expect(opened).to_have_count(0)
+        each.click()
+        page.locator("[role=option][aria-selected=true]").click()
+        expect(opened).to_have_count(0)
+
+
+@contextmanager
+def asks_nothing(page: Any) -> Iterator[None]:
+    """The page sends nothing that could change a conversation or a level."""
+    asked: list[str] = []
+
+    def note(request: Any) -> None:
+        if request.method == "POST":
+            asked.append(f"{request.url} {request.post_data}")
+
+    page.on("request", note)
+    yield
+    page.wait_for_timeout(300)
+    page.remove_listener("request", note)
+    assert asked == []
+
+
 # ------------------------------------------------------------------------------------------------------------- chat
 
 
@@ -372,10 +420,14 @@ def test_settings_that_no_slider_has_are_refused_in_words(
         assert not told.value.print_exception
     (shown, *_) = list(tab.answer("Hi", talking.Talk(), False, None, 1.0, *given.values(), *given.values()))[-1]
     assert len(shown) == 2
-    with pytest.raises(gradio.Error, match="true or false"):
-        tab.begin("Hi", talking.Talk(), "yes", None, 20.0, *given.values(), *given.values())
-    with pytest.raises(gradio.Error, match="A level has a whole number"):
-        play_tab({"model": both[0]}, cfg).open(playing.Seat(), "model", "frozen_lake", "2", "greedy")  # type: ignore
+
+
+@pytest.mark.parametrize("beside", ["yes", None, 1.5, -1])
+def test_a_program_that_asks_for_no_number_of_sides_is_told(both: list[Scripted], cfg: ChatRun, beside: Any) -> None:
+    tab = chat_tab({"model": both[0]}, cfg)
+    for call in (tab.begin, lambda *inputs: next(tab.answer(*inputs))):
+        with pytest.raises(gradio.Error, match="`Side by side` is true or false"):
+            call("Hi", talking.Talk(), beside, None, 20, *SETTING_OF_A_SIDE * 2)
 
 
 @in_browser
@@ -496,6 +548,52 @@ def test_texts_are_shown_as_they_were_written(alone: str, visit: Callable[..., A
         shown = said(page, who=who)
         assert code in shown.text_content()
         assert shown.evaluate(WHITE_SPACE) == "pre-wrap"
+
+
+@pytest.mark.thorough
+@in_browser
+def test_settings_that_do_not_change_keep_the_conversation(pair: str, visit: Callable[..., Any], model: Script) -> None:
+    """Every control passed by Tab, and every value chosen again, also during an answer; another model starts anew."""
+    model.text, model.pause = lambda: "apples and " * 12, 0.3
+    page = visit(pair)
+    page.get_by_text("Settings").click()
+    expect(lists(page)).to_have_count(4)
+    send(page, "Count.")
+    expect(page.get_by_role("button", name="Stop", exact=True).locator("visible=true")).to_be_visible()
+    first = page.get_by_label("Side by side")
+    with asks_nothing(page):
+        choose(page, "Model", "model 1")
+        first.focus()
+        for _ in range(12):
+            page.keyboard.press("Tab")
+    assert not model.ended, "this was during the answer"
+    model.pause = 0
+    expect(said(page, 1)).to_have_text("yes")
+    at_rest(page)
+    expect(said(page)).to_have_text(("apples and " * 12).strip())
+    model.text = lambda: "yes"
+    heat = page.get_by_label("number input for Temperature").first
+    heat.fill("1.3")
+    expect(lists(page).nth(1)).to_have_value("own settings")
+    page.wait_for_timeout(300)
+    with asks_nothing(page):
+        pass_every_control(page, first)
+    expect(said(page)).to_have_count(1)
+    expect(heat).to_have_value("1.3")
+    expect(lists(page).nth(1)).to_have_value("own settings")
+    choose(page, "Preset", "plain")
+    expect(heat).to_have_value("1")
+    expect(said(page)).to_have_count(1)
+    choose(page, "Model", "model 2")
+    expect(said(page)).to_have_count(0)
+    send(page, "Who?")
+    expect(said(page)).to_have_text("yes")
+    at_rest(page)
+    lists(page).first.focus()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Enter")
+    expect(lists(page).first).to_have_value("model 1")
+    expect(said(page)).to_have_count(0)
 
 
 def test_an_export_holds_messages_and_settings(
@@ -619,54 +717,6 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
     assert model.params[0] == SamplingParams(64), "as in the rollouts"
 
 
-def lists_left_alone(page: Any, names: list[str]) -> None:
-    """Each list that is seen is passed by Tab, which closes it, and its own value is chosen again."""
-    lists = page.locator("input[role=combobox]:visible")
-    expect(lists).to_have_count(len(names))  # once the settings are unfolded
-    assert [each.get_attribute("aria-label") for each in lists.all()] == names
-    options = page.get_by_role("listbox").get_by_role("option")
-    for number in range(len(names)):
-        one = lists.nth(number)
-        chosen = one.input_value()
-        one.focus()  # opens it
-        expect(options.filter(has_text=chosen)).to_have_count(1)
-        page.keyboard.press("Tab")
-        expect(one).to_have_attribute("aria-expanded", "false")
-        page.get_by_role("heading").first.click()  # the next list was opened by the focus
-        expect(options).to_have_count(0)
-        one.click()
-        options.filter(has_text=chosen).click()
-        expect(options).to_have_count(0)
-        expect(one).to_have_value(chosen)
-    page.wait_for_timeout(500)  # what would be answered, is
-
-
-@pytest.mark.thorough
-@in_browser
-def test_a_list_that_is_left_as_it_was_changes_nothing(pair: str, visit: Callable[..., Any], model: Script) -> None:
-    model.text = lambda: "<think></think><answer>Left</answer>"
-    page = visit(pair)
-    send(page, "Hi")
-    expect(said(page)).to_have_count(1)
-    at_rest(page)
-    page.get_by_text("Settings").click()
-    lists_left_alone(page, ["Model", "Preset"] * 2)
-    expect(said(page)).to_have_count(1)
-    page.locator("input[role=combobox]:visible").first.click()
-    page.get_by_role("option", name="model 2").click()
-    expect(said(page)).to_have_count(0)
-
-    turns = open_play(page)
-    page.get_by_role("button", name="One turn").click()
-    expect(turns).to_have_count(2)
-    expect(page.get_by_role("button", name="One turn")).to_be_enabled()
-    lists_left_alone(page, ["Model", "Environment", "Sampling"])
-    expect(turns).to_have_count(2)
-    page.locator("input[role=combobox]:visible").nth(1).click()
-    page.get_by_role("option", name="bandit").click()
-    expect(turns).to_have_count(1)
-
-
 @pytest.mark.thorough
 @in_browser
 def test_a_whole_level_plays_itself_and_goes_back_by_the_slider(
@@ -752,6 +802,55 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     expect(page.locator("#status span")).to_have_text("")
     assert page.locator("#level-view .words").count() == 0
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.thorough
+@in_browser
+def test_choices_that_do_not_change_keep_the_level(pair: str, visit: Callable[..., Any], model: Script) -> None:
+    """Every control passed by Tab, and every value chosen again, also during a turn; a real choice opens a level."""
+    model.text, model.pause = lambda: "<think>" + "so " * 24 + "</think><answer>Left</answer>", 0.3
+    page = visit(pair)
+    open_play(page)
+    expect(lists(page)).to_have_count(3)
+    turn, first = page.locator("#status b"), page.get_by_role("tab", name="Play")
+    page.get_by_role("button", name="One turn").click()
+    expect(page.locator("#status span")).to_contain_text("so so")
+    with asks_nothing(page):
+        for label, value in (("Model", "model 1"), ("Sampling", playing.ROLLOUTS)):
+            choose(page, label, value)
+        first.focus()
+        for _ in range(6):
+            page.keyboard.press("Tab")
+    assert not model.ended, "this was during the turn"
+    model.pause = 0
+    expect(turn).to_contain_text("Turn 2 of")
+    expect(page.get_by_role("button", name="One turn")).to_be_enabled()
+    with asks_nothing(page):
+        pass_every_control(page, first)
+    expect(turn).to_contain_text("Turn 2 of")
+    for label, value in (("Environment", "sokoban"), ("Sampling", "greedy"), ("Model", "model 2")):
+        choose(page, label, value)
+        expect(turn).to_contain_text("Turn 1 of")
+        page.get_by_role("button", name="One turn").click()
+        expect(turn).not_to_contain_text("Turn 1 of")
+        expect(page.get_by_role("button", name="Stop").locator("visible=true")).to_be_disabled()
+    page.get_by_label("Level").fill("3")
+    expect(page.locator("#level-view h2")).to_contain_text("level 3")
+
+
+@pytest.mark.thorough
+@in_browser
+@pytest.mark.parametrize("key", ["Tab", "Shift+Tab"])
+def test_a_list_closes_when_it_loses_the_focus(pair: str, visit: Callable[..., Any], model: Script, key: str) -> None:
+    page = visit(pair)
+    open_play(page)
+    opened = page.get_by_role("listbox").locator("visible=true")
+    (lists(page).first if key == "Tab" else page.get_by_role("button", name="Play the level")).focus()
+    for _ in range(5):
+        page.keyboard.press(key)
+        page.wait_for_timeout(250)
+        assert opened.count() == (page.evaluate("document.activeElement.role") == "combobox")
+    expect(page.locator("[role=combobox][aria-expanded=true]")).to_have_count(opened.count())
 
 
 @pytest.mark.thorough
@@ -858,6 +957,13 @@ def test_every_action_of_a_turn_is_a_picture_of_the_level_that_is_played(
     for action in row["actions"][0]:
         drawn.step(action)
     assert seat.view.pictures.add([drawn.render()]) == [row["frames"][-1]]
+
+
+@pytest.mark.parametrize("level", ["2", "two", [1], {"level": 1}, True, float("nan")])
+def test_a_level_that_is_no_number_is_refused_in_words(both: list[Scripted], cfg: ChatRun, level: Any) -> None:
+    tab = play_tab({"model 1": both[0]}, cfg)
+    with pytest.raises(gradio.Error, match="A level has a whole number from 1"):
+        tab.open(playing.Seat(), "model 1", "frozen_lake", level, playing.ROLLOUTS)
 
 
 def test_a_level_that_cannot_be_opened_leaves_none(cfg: ChatRun, both: list[Scripted]) -> None:
@@ -1047,6 +1153,19 @@ def test_the_page_is_readable_on_any_screen(
 
 @pytest.mark.thorough
 @in_browser
+def test_on_a_phone_every_example_of_two_models_is_in_sight(pair: str, visit: Callable[..., Any]) -> None:
+    page = visit(pair, 390)
+    for side in range(2):
+        examples = page.locator(f"#side-{side} .example")
+        expect(examples).to_have_count(6)
+        for each in examples.all():
+            expect(each).to_be_in_viewport(ratio=1)
+    expect(page.get_by_role("button", name="Send")).to_be_in_viewport(ratio=1)
+    readable(page, 390)
+
+
+@pytest.mark.thorough
+@in_browser
 def test_the_page_names_its_models_and_an_example_is_sent(
     pair: str, visit: Callable[..., Any], model: Script, both: list[Scripted]
 ) -> None:
@@ -1078,21 +1197,17 @@ def test_the_page_names_its_models_and_an_example_is_sent(
 @pytest.mark.thorough
 @in_browser
 def test_a_screen_reader_hears_the_name_of_the_model(alone: str, visit: Callable[..., Any], model: Script) -> None:
-    model.text, model.pause = lambda: "bot's message: apples and more apples", 0.05
+    """And every text as it was written: gradio's labels have it as HTML."""
+    model.text, model.pause = lambda: "bot's message: apples < pears &amp; <img src=x>", 0.05
     page = visit(alone)
     log = page.get_by_role("log", name="Conversation with model 1", exact=True)
     expect(log).to_be_visible()
     for number in range(2):
-        send(page, "Hi")
+        send(page, "2 < 3 && &lt;b>")
         expect(said(page)).to_have_count(number + 1)
         at_rest(page)
+        expect(said(page, who="user").last).to_have_attribute("aria-label", "Your message: 2 < 3 && &lt;b>")
         expect(said(page).last).to_have_attribute("aria-label", f"model 1's message: {model.text()}")  # type: ignore
-    model.text = lambda: "<b> & &lt;"
-    send(page, "a < b & &gt;")
-    expect(said(page)).to_have_count(3)
-    at_rest(page)
-    expect(said(page).last).to_have_attribute("aria-label", "model 1's message: <b> & &lt;")
-    expect(said(page, 0, "user").last).to_have_attribute("aria-label", "user's message: a < b & &gt;")
     page.get_by_role("button", name="New conversation").click()
     expect(said(page)).to_have_count(0)
     expect(log).to_be_visible()

@@ -6,7 +6,8 @@ about.py       what it says about a model: name, training, examples
 talking.py     the tab with the conversation: one or two answers, settings, figures, export
 playing.py     the tab where the model plays an environment, a turn or a level at a time
 level_view.py  that level for the player of posttrain/report (level_view.js follows it in the browser)
-names.js       the names of the models, for screen readers
+names.js       the names of models and messages, for screen readers
+lists.js       a list with choices closes when it loses the focus
 events.py      functions of both tabs
 page.css       how it looks beside gradio's theme
 

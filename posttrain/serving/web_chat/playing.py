@@ -71,7 +71,7 @@ class PlayTab:
                 over(self.view, seat, view, **QUICK)
             playing.append(played)
         settings = [model, env, level, preset]
-        gradio.on(
+        gradio.on(  # `input` of a list: see talking.py
             [model.change, env.change, level.input, preset.change],
             self.open, [seat, *settings], view, api_name="open", cancels=playing, trigger_mode="always_last",
             show_progress="hidden",
@@ -90,7 +90,7 @@ class PlayTab:
         """Show the first state of a level, which has the same number in --play."""
         if level is None:  # a number that is being typed
             return (gradio.skip(),) * 5
-        if not isinstance(level, int | float) or not 1 <= level <= LAST_LEVEL or level % 1:  # a program sends anything
+        if type(level) not in (int, float) or not 1 <= level <= LAST_LEVEL or level % 1:  # a program can send anything
             raise page_error(f"A level has a whole number from 1 to {LAST_LEVEL:,}.")
         number = int(level)
         if model not in self.generators or not env or preset not in (ROLLOUTS, *self.cfg.presets):

@@ -70,7 +70,10 @@ def build_page(generators: dict[str, Generator], cfg: ChatRun, password: str | N
     names = " and ".join(about.title for about in abouts.values())
     title = "Chat" if password is not None else f"Chat with {names}"  # shown before the login
     with gradio.Blocks(title=title, analytics_enabled=False) as page:
-        gradio.HTML(f"<h1>{html.escape(names)}</h1>", elem_id="title")
+        gradio.HTML(
+            f"<h1>{html.escape(names)}</h1>", elem_id="title",
+            js_on_load=Path(__file__).with_name("lists.js").read_text(encoding="utf-8"),
+        )  # fmt: skip
         with gradio.Tab("Chat"):
             ChatTab(generators, cfg, abouts).build()
         with gradio.Tab("Play") as play:
@@ -95,20 +98,12 @@ def build_page(generators: dict[str, Generator], cfg: ChatRun, password: str | N
         mcp_server=False,
         theme=theme(),
         css=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
-        js=LEAVES_LISTS,
     )
     app.add_middleware(WholeRequests, most=most_bytes)  # the middleware that is added last sees a request first
     if password is not None:
         app.add_middleware(Visitors, gradio_app=app.routes[-1].app)  # type: ignore[attr-defined]
     app.add_middleware(OwnPagesOnly, local=local and password is None)
     return app
-
-
-# gradio 6.31 waits before it handles a key, and then opens the list again that Tab has just closed. Until it leaves Tab
-# to the browser, which moves the focus, its handler is not called for this key.
-LEAVES_LISTS = """() => window.addEventListener("keydown", (event) => {
-  if (event.key === "Tab" && event.target.role === "combobox") event.stopPropagation();
-}, true)"""
 
 
 def theme() -> Any:

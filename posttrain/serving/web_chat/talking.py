@@ -212,7 +212,7 @@ class ChatTab:
             answers.append(answered)
         self.message.stop(None, None, None, cancels=answers, api_visibility="private")
         models = [setting[0] for setting in self.settings]
-        gradio.on(
+        gradio.on(  # `change` of a list: gradio sends its `input` also when it loses the focus with the value it had
             [self.new.click, self.beside.input, *(model.change for model in models)],
             self.reset, [self.talk, *inputs],
             [self.message, *view, *self.headers, self.columns[1], self.second], cancels=answers, **REFUSES,
@@ -221,7 +221,7 @@ class ChatTab:
             None, self.rows, None, js=DOWNLOAD, api_visibility="private"
         )
         for _, preset, *sliders in self.settings:
-            preset.input(self.slid, preset, sliders, **QUICK)
+            preset.change(self.slid, preset, sliders, **QUICK)
             gradio.on([slider.input for slider in sliders], lambda: OWN, None, preset, **QUICK)
 
     def begin(self, text: str, talk: Talk, *inputs: Any) -> tuple[Any, ...]:
@@ -316,9 +316,9 @@ class ChatTab:
         return [getattr(self.cfg.presets[preset], name) for name in SLIDERS]
 
     def read_settings(self, beside: bool, system: str | None, longest: float, *settings: Any) -> MessageSettings:
-        half, sides = len(settings) // 2, []
         if not isinstance(beside, bool):  # a program can send any value
-            raise page_error("Side by side is true or false.")
+            raise page_error("`Side by side` is true or false.")
+        half, sides = len(settings) // 2, []
         for model, _, *values in (settings[:half], settings[half:])[: 1 + beside]:
             if model not in self.generators:
                 raise page_error("Choose a model.")
