@@ -175,7 +175,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -q -f website/mkdocs.yml
-	@echo "Written: website/build/index.html. With its search: $(PY) -m http.server -d website/build"
+	@echo "Written: website/build/index.html"
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out %/simulation.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(PY) $$file; done

@@ -44,9 +44,9 @@ class Panel(NamedTuple):
 
 
 def panels(results: Results, row: Record) -> list[Panel]:
-    """Return the moments of an episode, at least one for each turn."""
+    """Return the moments of an episode, at least one for each turn; bytes that are no text are not drawn."""
     frames, turns = acted_out(evaluation_stage(results, row), row)
-    texts = [legible(" ".join(text.split())) for text, _ in turns]
+    texts = [" ".join(legible(text).split()) for text, _ in turns]
     moments = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in list_moments(turns)]
     return [*moments[:-1], moments[-1]._replace(end=describe_end(row, row["success"]))]
 
@@ -63,7 +63,7 @@ def animate(results: Results, rows: Sequence[Record], checkpoints: Sequence[str]
     shown = list(pictures(results, shown_episodes(results, rows, checkpoints, levels), checkpoints))
     if not shown:
         raise UserError(f"There are no episodes of {', '.join(checkpoints)}: evaluate them with suites.envs.")
-    palette = shown[-1][0].quantize(64)
+    palette = shown[-1][0].quantize(64, Image.Quantize.MAXCOVERAGE)  # else small things get colours of large ones
     first, *others = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture, _ in shown]
     out, pace = io.BytesIO(), [duration for _, duration in shown]
     first.save(out, "GIF", save_all=True, append_images=others, duration=pace, loop=0, optimize=True)

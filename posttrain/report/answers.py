@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from posttrain.metrics import seq_rep_n
 from posttrain.report.messages import EXAMPLE, NO_TEXT, beside_calls, is_legible
 from posttrain.report.tables import percent
 from posttrain.types import Record
@@ -99,8 +100,8 @@ def worth_of(row: Record) -> float | None:
 def good_and_bad(rows: Sequence[Record]) -> list[ShownAnswer]:
     """Return one of the best answers and one that is worth less, to the same prompt if there is one; [] without both.
 
-    Answers with bytes that are no text are left out. The best ones of the last checkpoint or step come first, and among
-    them those that box one result: a right answer may go on and box it again.
+    Answers with bytes that are no text are left out. The best ones of the last checkpoint or step come first. Of those
+    to the same kind of item one that does not repeat itself is taken, and the shortest of these.
     """
     valued = [(value, row) for row in rows if (value := worth_of(row)) is not None and row["readable"] and row["turns"]]
     if not valued or len({value for value, _ in valued}) < 2:
@@ -109,21 +110,24 @@ def good_and_bad(rows: Sequence[Record]) -> list[ShownAnswer]:
     last = valued[-1][1]["from"]
     top = [row for value, row in valued if value == best and row["won"] is not False]
     top = top or [row for value, row in valued if value == best]
-    top.sort(key=lambda row: (row["from"] != last, _boxes(row) > 1))
+    top.sort(key=lambda row: row["from"] != last)
     worse = [(value, row) for value, row in valued if value < best and row["won"] is not True]
     worse = worse or [(value, row) for value, row in valued if value < best]
     by_prompt: dict[str, list[tuple[float, Record]]] = {}
     for value, row in worse:
         by_prompt.setdefault(prompt_of(row), []).append((value, row))
-    good = next((row for row in top if prompt_of(row) in by_prompt), top[0])
+    top = [row for row in top if prompt_of(row) in by_prompt] or top
+    good = min((row for row in top if (row["from"], row["env"]) == (top[0]["from"], top[0]["env"])), key=_clumsiness)
     bad = min(by_prompt.get(prompt_of(good), worse), key=lambda each: each[0])[1]
     right = good["won"] is not False
     titles = ("A good answer", "A bad answer") if right else ("The highest reward", "A lower reward")
     return [shown_answer(good, titles[0]), shown_answer(bad, titles[1])]
 
 
-def _boxes(row: Record) -> int:
-    return sum(each["content"].count(r"\boxed") for each in row["messages"] if each["role"] == "assistant")
+def _clumsiness(row: Record) -> tuple[bool, float, int]:
+    """Return whether an answer is given more than once, how much of it is repeated, and its length."""
+    text = "\n".join(message["content"] for message in row["messages"] if message["role"] == "assistant")
+    return text.count(r"\boxed") > 1, seq_rep_n(list(map(hash, text.split()))), len(text)
 
 
 # ------------------------------------------------------------------------------------------------ answers by reward

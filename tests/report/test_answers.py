@@ -177,11 +177,21 @@ def test_good_and_bad_answers_are_chosen_by_a_rule() -> None:
     assert (bad.title, bad.pieces[0].opening, bad.prompt) == ("A bad answer", "8", good.prompt)
     assert answers.good_and_bad(rows[:1]) == answers.good_and_bad([]) == []
     assert answers.good_and_bad(rows[1:3]) == [], "bytes are no answer to show"
-    once, twice = r"The answer is \boxed{7}.", r"The answer is \boxed{7. The answer is \boxed{7}."
-    boxed = [browser_row(answered(text, value)) for text, value in ((twice, 1.0), (once, 1.0), ("8", 0.0))]
-    assert answers.good_and_bad(boxed)[0].pieces[0].opening == once, "the one that ends with its result"
     failed = [browser_row(answered(str(reward), reward)) for reward in (0.1, 0.5)]
     assert [each.title for each in answers.good_and_bad(failed)] == ["The highest reward", "A lower reward"]
+
+
+def test_a_good_answer_does_not_repeat_itself_and_is_short() -> None:
+    twice = r"4+3=7. The answer is \boxed{7. The answer is \boxed{7}."
+    again = "4 and 3 is 7. " * 3
+    plain = r"Now I add both numbers: 4+3=7. The answer is \boxed{7}."
+    other = answered("7", 1.0, env="counts")  # another kind of item, which is shorter
+    rows = [answered(text, 1.0) for text in (twice, again, plain + " So it is.", plain)]
+    rows = [browser_row(row) for row in (answered(r"\boxed{7}", 1.0, step=0), *rows, answered("8", 0.0), other)]
+    good, bad = answers.good_and_bad(rows)
+    assert (good.pieces[0].opening, bad.pieces[0].opening, good.row["from"]) == (plain, "8", "step 1")
+    good, _ = answers.good_and_bad([rows[1], rows[5]])
+    assert good.pieces[0].opening == twice, "without a better one it is shown"
 
 
 @pytest.mark.parametrize(

@@ -454,11 +454,6 @@ def test_animation_shows_the_same_levels_side_by_side(
         assert lengths[place] >= 1 + row["turns"] and panels[-1].end and not any(panel.end for panel in panels[:-1])
         assert (panels[-1].frame == acted_out(evaluation_stage(results, row), row)[0][-1]).all()
         assert (panels[-1].end == "solved") == row["success"]
-    base = found["frozen_lake", "base", 0]
-    said = [
-        message | {"content": "a\ufffd"} if message["role"] == "assistant" else message for message in base["messages"]
-    ]
-    assert animation.panels(results, base | {"messages": said})[-1].text == "(no readable text)"
     shown = list(animation.pictures(results, found, names))
     longest = [max(length for (*_, level), length in lengths.items() if level == n) for n in (0, 1)]
     assert len(shown) == sum(longest)
@@ -470,6 +465,23 @@ def test_animation_shows_the_same_levels_side_by_side(
     with Image.open(out) as picture:
         assert picture.format == "GIF" and getattr(picture, "n_frames", 1) > 6
     assert 10_000 < out.stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("said", "drawn"),
+    [
+        ("I go\nright.", "I go right."),
+        ("friEbJ\ufffd -\ufffd9ie", "(no readable text)"),
+        ("a\x07b", "(no readable text)"),
+    ],
+)
+def test_animation_draws_no_bytes_that_are_no_text(
+    rows: Rows, results: Record, said: str, drawn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = next(row for row in rows if row["suite"] == "envs" and row["checkpoint"] == "phase3")
+    frames, turns = acted_out(evaluation_stage(results, row), row)
+    monkeypatch.setattr(animation, "acted_out", lambda *_: (frames, [(said, turns[0][1]), *turns[1:]]))
+    assert [panel.text for panel in animation.panels(results, row)][:2] == ["", drawn]
 
 
 def test_animation_says_which_checkpoints_it_shows(run: Path, results: Record, tmp_path: Path) -> None:

@@ -101,6 +101,14 @@ def test_the_notebook_does_what_the_quickstart_does() -> None:
     assert [" ".join(re.sub(r" \$\w+$", "", command).split()) for command in written] == asked
 
 
+@pytest.mark.parametrize("notebook", [NOTEBOOK, GSM8K], ids=lambda path: path.stem)
+def test_each_variable_of_the_first_cell_is_read_by_a_command(notebook: Path) -> None:
+    first = cells("code", notebook)[0]
+    listed = [name for names in re.findall(r"^for name in (\(.*\)):", first, re.M) for name in ast.literal_eval(names)]
+    offered = [*listed, *re.findall(r"setdefault\(\"(\w+)\"", first)]
+    assert offered and [name for name in offered if not any(f"${name}" in each for each in commands(notebook))] == []
+
+
 def test_the_first_cell_can_run_again_and_clones_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "source"
     source.mkdir()

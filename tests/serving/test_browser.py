@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from contrast import CHROMIUM, CONTRAST
 from test_answers import answered, called, training_run
 from test_report import build_run, hostile_pages
 
@@ -28,54 +28,12 @@ from posttrain.report.rendering import KINDS
 from posttrain.report.training_page import build_training
 
 playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium is installed (on Debian: apt-get install chromium)"
 )
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'></script><b>bold</b>"
 LAKE = {"name": "frozen_lake", "options": {}, "label": None}
-
-# Of every visible text: the contrast of its colour with what lies under it (WCAG 2.2, 1.4.3), where it is below 4.5.
-CONTRAST = """() => {
-  const parse = (words) => {
-    const numbers = words.match(/-?[\\d.]+(e-?\\d+)?/g).map(Number);
-    if (words.startsWith("color(srgb")) return [...numbers.slice(0, 3).map((part) => part * 255), numbers[3] ?? 1];
-    return [...numbers.slice(0, 3), numbers[3] ?? 1];
-  };
-  const over = (top, under) => top.slice(0, 3).map((part, at) => part * top[3] + under[at] * (1 - top[3]));
-  const background = (element) => {
-    const layers = [];
-    for (let at = element; at; at = at.parentElement) {
-      const layer = parse(getComputedStyle(at).backgroundColor);
-      layers.push(layer);
-      if (layer[3] === 1) break;
-    }
-    return layers.reverse().reduce((under, layer) => over(layer, under), [255, 255, 255]);
-  };
-  const light = (colour) => {
-    const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-    const [r, g, b] = colour.map((part) => linear(part / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const poor = new Set();
-  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  let seen = 0;
-  while (texts.nextNode()) {
-    const element = texts.currentNode.parentElement;
-    if (!texts.currentNode.data.trim() || ["SCRIPT", "NOSCRIPT", "OPTION"].includes(element.tagName)) continue;
-    if (!element.checkVisibility({ visibilityProperty: true })) continue;
-    seen += 1;
-    const under = background(element);
-    const style = getComputedStyle(element);
-    const ink = over(parse(element.tagName === "text" ? style.fill : style.color), under);
-    const [high, low] = [light(ink), light(under)].sort((a, b) => b - a);
-    const found = (high + 0.05) / (low + 0.05);
-    const words = texts.currentNode.data.trim().slice(0, 40);
-    if (found < 4.5) poor.add(`${found.toFixed(2)} ${element.tagName}.${element.className} ${words}`);
-  }
-  return { seen, poor: [...poor] };
-}"""
 
 
 def trained_episode(step: int, sample: int) -> dict[str, Any]:
@@ -181,6 +139,8 @@ def test_the_report_is_readable_on_any_screen(visit: Callable[..., Any], run: Pa
     page.locator("#recorded select[aria-label='shade tokens by']").select_option("advantage")
     page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    page.locator("section[id^=s]").nth(1).evaluate("each => each.scrollIntoView()")
+    page.wait_for_selector("nav a[aria-current]", state="attached")  # on a ground of its own
     found = page.evaluate(CONTRAST)
     assert found["seen"] > 500 and found["poor"] == []
 
