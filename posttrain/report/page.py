@@ -32,17 +32,20 @@ def build(folder: Path) -> Path:
     results, transcripts = read_run(folder)
     name, pictures = folder.resolve().name, Pictures()
     try:
+        merged = training_log.merged_of(results, folder)
         top = sections.first_levels(results, transcripts, pictures)
         answered = sections.evaluated_answers(results, transcripts)
         examples = answers.good_and_bad(answered)
-        shown, episodes = _sections(results, transcripts, answered, examples, folder, pictures)
+        steps = verdict.steps(folder, results, transcripts, merged)
+        shown, episodes = _sections(results, transcripts, answered, examples, steps, folder, pictures)
         words = tables.task_words(results)
-        lead = f"{' → '.join(results['checkpoints'])}, on held-out questions and {words.levels}, the same for every"
+        names = "".join((", " if name in merged else " → ") + name for name in results["checkpoints"])
+        lead = f"{names.lstrip(' ,→')}, on held-out questions and {words.levels}, the same for every"
         html = render_report(
             {"top": top, **episodes, "pictures": pictures.coded},
             shown,
             name=name,
-            heading="What each phase changed",
+            heading="What training and merging changed" if merged else "What each phase changed",
             lead=f"{lead} checkpoint. Intervals are at 95 %.",
             examples=examples,
             words=words,
@@ -150,13 +153,13 @@ def _sections(
     transcripts: list[Record],
     answered: list[Record],
     examples: list[answers.ShownAnswer],
+    steps: sections.Steps,
     folder: Path,
     pictures: Pictures,
 ) -> tuple[list[PageSection], Record]:
     """Return the sections, and the episodes for page.js."""
     folders = training_log.phase_folders(results, folder)
-    steps = verdict.steps(folder, results, transcripts)
-    same_level, pairs = sections.level_pairs(results, transcripts, pictures)
+    same_level, pairs = sections.level_pairs(results, transcripts, [None, *steps][-1], pictures)
     recorded, words = training_log.recorded_episodes(folders, pictures), tables.task_words(results)
     environments = "environments, beside other players" if any(results["baselines"].values()) else words.levels
     own = [row for row in answered if row["suite"] == "envs"] if sections.has_answers(results) else []

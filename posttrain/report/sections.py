@@ -22,7 +22,8 @@ LEVELS = 4  # of each kind in each environment; only the first is unfolded
 ON_TOP = {"base": "base model", "phase2": "SFT + DPO", "phase3": "SFT + DPO + RL"}  # if checkpoints have these names
 SAMPLES = 2  # prompts shown of each part
 MOST_ANSWERS = 128  # of each checkpoint in the list of a run of prompts; transcripts.html has all
-Steps = Mapping[tuple[str, str], Sequence[Comparison]]  # each checkpoint against the one before it
+# Each checkpoint against the one before it, or a merged one against those that it was made of.
+Steps = Mapping[tuple[str, str], Sequence[Comparison]]
 
 
 def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
@@ -53,16 +54,17 @@ def headline_table(results: Results, steps: Steps, kept: Mapping[str, tuple[int,
     kept: as `training_log.kept_steps` returns them.
     """
     entries = results["checkpoints"]
-    rows = []
+    rows, before = [], {new: old for old, new in itertools.pairwise(entries)}
     for column in tables.columns(results):
         figures = {name: column.get(entry) for name, entry in entries.items()}
-        cells = [figure and (figure, change_since_last(steps, name, column), "") for name, figure in figures.items()]
+        cells = [figure and (figure, *_change_of(steps, name, column, before)) for name, figure in figures.items()]
         rows.append((column.title, about(results, column), cells))
     return {
         "heads": [(name, tables.colour(results, name)) for name in entries],
         "rows": rows,
         "failed": results.get("failed", {}).items(),
         "kept": kept.items(),
+        "merged": any(before.get(new) != old for old, new in steps),
         "math": math_parts(results),
     }
 
@@ -80,10 +82,16 @@ def about(results: Results, column: Column) -> list[str]:
     return list(filter(None, (note, better, items, column.setting and tables.setting_of(column.setting))))
 
 
-def change_since_last(steps: Steps, name: str, column: Column) -> Comparison | None:
-    """Return how a figure changed since the checkpoint before."""
-    compared = (each for (_, new), comparisons in steps.items() if new == name for each in comparisons)
-    return next((each for each in compared if each.column == column), None)
+def _change_of(steps: Steps, name: str, column: Column, before: Mapping[str, str]) -> tuple[Comparison | None, str]:
+    """Return the change in a cell, and against which checkpoint it is if that is not the one before."""
+    old, compared = change_since_last(steps, name, column) or ("", None)
+    return compared, "" if compared is None or old == before.get(name) else f", against {old}"
+
+
+def change_since_last(steps: Steps, name: str, column: Column) -> tuple[str, Comparison] | None:
+    """Return how a figure changed since the checkpoint before, with its name; of a merged one since the last parent."""
+    compared = [(old, each) for (old, new), comparisons in steps.items() if new == name for each in comparisons]
+    return next(((old, each) for old, each in reversed(compared) if each.column == column), None)
 
 
 def math_parts(results: Results) -> list[tuple[str, list[str], list[tuple[str, list[tuple[str, Interval, Any]]]]]]:
@@ -181,15 +189,15 @@ def first_levels(results: Results, transcripts: Sequence[Record], pictures: Pict
 
 
 def level_pairs(
-    results: Results, transcripts: Sequence[Record], pictures: Pictures
+    results: Results, transcripts: Sequence[Record], step: tuple[str, str] | None, pictures: Pictures
 ) -> tuple[Record, list[list[Record]]]:
-    """Return how many levels both, one or none of the last two checkpoints solved, and pairs of episodes.
+    """Return how many levels both, one or none of two checkpoints solved, and pairs of episodes.
 
-    The first value refers to the pairs by their places.
+    The first value refers to the pairs by their places. step: the two checkpoints.
     """
     envs, pairs = [], list[list[Record]]()
-    names = list(results["checkpoints"])[-2:]
-    for env in results["baselines"] if len(names) > 1 else ():
+    names = step or ("", "")
+    for env in results["baselines"] if step else ():
         before, after = (played(results, transcripts, name, env) for name in names)
         kinds: dict[tuple[bool, bool], tuple[str, list[int]]] = {  # by who solved it: before, after
             (False, True): (f"Solved by {names[1]} alone", []),
@@ -288,7 +296,7 @@ def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
     beside = f" --beside {shlex.quote(local[-2])}" if len(local) > 1 else ""
     return [
         ("Talk to the result", chat),
-        ("In the browser" + (", beside its predecessor" if beside else ""), f"{chat} --web{beside}"),
+        ("In the browser" + (", beside the checkpoint before" if beside else ""), f"{chat} --web{beside}"),
         ("The same question under each preset", f'{chat} --compare --prompt "Tell me about the old garden."'),
         *((f"Watch it play {_spaced(name)}", f"{chat} --play {name}") for name in played),
         ("All answers and episodes, with filters", f"posttrain report {folder / 'transcripts.jsonl'}"),

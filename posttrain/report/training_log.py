@@ -151,6 +151,42 @@ def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
     return folders
 
 
+def merged_of(results: Results, folder: Path) -> dict[str, list[str]]:
+    """Return the checkpoints of which each merged one was made, by its manifest: {"slerp": ["phase2", "phase3"]}.
+
+    Models that were not evaluated are left out, and so is a merged one without any other.
+    """
+    places = {name: path for name, path in results["config"]["checkpoints"].items() if isinstance(path, str)}
+    by_folder: dict[Path, str] = {
+        _model_folder(path): name for name, path in places.items() if name in results["checkpoints"]
+    }
+    merged = dict[str, list[str]]()
+    for own, name in by_folder.items():
+        models = _models_merged([Path(places[name]), folder / name, folder / name / own.name])
+        names = {by_folder.get(_model_folder(model)) for model in models} - {name}
+        if found := [each for each in by_folder.values() if each in names]:
+            merged[name] = found
+    return merged
+
+
+def _model_folder(path: str) -> Path:
+    """Return the folder of a model, which may be named with or without its last part `final`."""
+    folder = Path(path).absolute()
+    return folder.parent if folder.name == "final" else folder
+
+
+def _models_merged(places: Sequence[Path]) -> list[str]:
+    """Return the models that a checkpoint was merged of, by the first manifest of these folders; [] for others."""
+    for place in places:
+        try:
+            meta = checkpoint.read_manifest(place)["meta"]
+        except UserError:  # the model is elsewhere
+            continue
+        records = meta.get("history") if meta.get("phase") == "merge" else None
+        return [each["model"] for each in records[-1].get("merged", ())] if records else []
+    return []
+
+
 def kept_steps(results: Results, folders: dict[str, Path | None]) -> dict[str, tuple[int, int]]:
     """Return (its step, the last step) of each checkpoint that is an earlier step of its run, as phase 3 may keep."""
     kept = {}

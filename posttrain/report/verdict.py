@@ -128,10 +128,16 @@ def compare_models(before: Model, after: Model) -> list[Comparison]:
     )
 
 
-def steps(folder: Path, results: Results, rows: Sequence[Record]) -> dict[tuple[str, str], list[Comparison]]:
-    """Compare each checkpoint of a run with the one before it: {("phase1", "phase2"): [...], ...}."""
-    models = [Model(folder, name, name, results, rows) for name in results["checkpoints"]]
-    return {(one.checkpoint, two.checkpoint): _in_common(one, two, 0) for one, two in itertools.pairwise(models)}
+def steps(
+    folder: Path, results: Results, rows: Sequence[Record], merged: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> dict[tuple[str, str], list[Comparison]]:
+    """Compare each checkpoint of a run with the one before it: {("phase1", "phase2"): [...], ...}.
+
+    merged: as `training_log.merged_of` returns it. These are compared with the models that they were merged of.
+    """
+    models = {name: Model(folder, name, name, results, rows) for name in results["checkpoints"]}
+    before = {new: [old] for old, new in itertools.pairwise(models)} | dict(merged)
+    return {(old, new): _in_common(models[old], models[new], 0) for new in models for old in before.get(new, ())}
 
 
 def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparison]:

@@ -723,9 +723,10 @@ def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Pat
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
     steps = verdict.steps(run, *read_run(run))
     found = sections.change_since_last(steps, "phase1", math)
-    assert found is not None and found.change.low > 0 and sections.change_since_last(steps, "base", math) is None
-    assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', CHANGED(found))
-    unsure = found._replace(change=metrics.Interval(0.01, -0.1, 0.1), parts=[])
+    assert found is not None and found[0] == "base" and found[1].change.low > 0
+    assert sections.change_since_last(steps, "base", math) is None
+    assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', CHANGED(found[1]))
+    unsure = found[1]._replace(change=metrics.Interval(0.01, -0.1, 0.1), parts=[])
     assert "(-10.0 to +10.0)<br>cannot tell</i>" in CHANGED(unsure)
 
 
@@ -735,6 +736,31 @@ def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
         for each in verdict.compare_models(before, after):
             assert CHANGED(each) in html
     assert html.count('<i class="change ') == 18
+
+
+def merged_run(run: Path, folder: Path, *models: object) -> str:
+    """The page of a run whose last checkpoint was merged of these models, by its manifest."""
+    folder.mkdir()
+    for name in ("results.json", "transcripts.jsonl"):
+        shutil.copy(run / name, folder)
+    record = {"phase": "merge", "merged": [{"model": str(model), "share": 0.5} for model in models]}
+    checkpoint.save(folder / "phase3", lambda _: None, phase="merge", history=[{"phase": "phase2"}, record])
+    return report.build(folder).read_text()
+
+
+def test_a_merged_model_is_compared_with_those_it_was_made_of(run: Path, html: str, tmp_path: Path) -> None:
+    assert "<h1>What each phase changed</h1>" in html and "one that is named" not in html
+    assert "base → phase1 → phase2 → phase3, on" in html
+    page = merged_run(run, tmp_path / "one", run / "phase1" / "final", "elsewhere/phase2")
+    assert "<h1>What training and merging changed</h1>" in page and "base → phase1 → phase2, phase3, on" in page
+    steps = [("base", "phase1"), ("phase1", "phase2"), ("phase1", "phase3")]
+    (told,) = re.findall(r'<ul class="phases">(.*?)</ul>', page, re.DOTALL)
+    assert re.findall(r"(phase\d)</span> against .*?>(\w+)</span>", told) == [(new, old) for old, new in steps]
+    assert page.count(", against phase1") == 6 and "or since the one that is named" in page
+    assert "solved by phase3 alone" in page and "solved by phase1 alone" in page and "phase2 alone" not in page
+
+    page = merged_run(run, tmp_path / "two", run / "phase2", run / "phase1")
+    assert "phase2</span>: " in page and page.count("> against <") == 4 and ", against phase" not in page
 
 
 def test_each_phase_has_a_sentence(run: Path, results: Record, html: str) -> None:
