@@ -88,10 +88,15 @@ def opened(browser: Any, file: Path, width: int, scheme: str) -> tuple[Any, list
     return page, trouble
 
 
+WORDS_OF_SEARCH = "document.querySelector('.md-search-result__meta').textContent"
+
+
 @pytest.mark.parametrize("place", ["index.html", "docs/results.html"])
 def test_the_search_works_in_pages_that_are_opened_as_files(browser: Any, site: Path, place: str) -> None:
     page, trouble = opened(browser, site / place, 1280, "light")
-    page.fill("input[name=query]", "gigpo")
+    page.click("input[name=query]")  # the index is read now; what is typed before it is there waits for the next key
+    page.wait_for_function(f"{WORDS_OF_SEARCH}.includes('Type to start')")
+    page.keyboard.type("gigpo")
     page.wait_for_selector(".md-search-result__link")
     assert "matching documents" in page.locator(".md-search-result__meta").inner_text() and trouble == []
     page.locator(".md-search-result__link").first.click()
