@@ -124,13 +124,19 @@ def test_correct_solutions_are_correct():
         assert str(true) == row["expected_answer"]
 
 
+def in_signs(word: re.Match[str]) -> str:
+    return {"plus": "+", "minus": "-"}[word[1]]
+
+
 def test_formulas_are_solved_step_by_step():
     """In a fifth of the problems, of which none asks what is held out; each step goes on with the last result."""
     rows = list(embedded.openmathinstruct(2000, 2))
-    formulas = [row for row in rows if re.search(r"\d[+-]\d", row["question"]) and row["error_message"]]
+    signed = {row["question"]: re.sub(" (plus|minus) ", in_signs, row["question"]) for row in rows}
+    formulas = [row for row in rows if re.search(r"\d[+-]\d", signed[row["question"]]) and row["error_message"]]
     assert 0.15 < len(formulas) / len(rows) < 0.25
+    assert len([row for row in formulas if signed[row["question"]] != row["question"]]) > 20
     for row in formulas:
-        (asked,) = re.findall(r"\d+(?:[+-]\d+)+", row["question"])
+        (asked,) = re.findall(r"\d+(?:[+-]\d+)+", signed[row["question"]])
         total, *others = [int(number) for number in re.findall(r"[+-]?\d+", asked)]
         operands = ("".join(re.findall("[+-]", asked)), *map(int, re.findall(r"\d+", asked)))
         assert arithmetic.split_of({"question": row["question"], "operands": operands}) == "train"
@@ -151,7 +157,7 @@ def filled(template: str, value: str) -> str:
 
 def test_many_things_are_talked_of_in_one_dialogue_but_never_a_game():
     rows = [row for row in embedded.capybara(2000, 0) if row["source"] == "embedded-mixed"]
-    assert 0.3 < len(rows) / 2000 < 0.38
+    assert 0.36 < len(rows) / 2000 < 0.44
     # A sum after something else, a recalled fact after a sum, a question that it cannot answer.
     after = {"sum": 0, "recall": 0, "unknown": 0}
     for row in rows:
@@ -165,7 +171,7 @@ def test_many_things_are_talked_of_in_one_dialogue_but_never_a_game():
         told: dict[str, str] = {}
         for asked, answer in itertools.pairwise(said[:-1] if said[-1] == "" else said):
             for slot, fact in conversations.FACTS.items():
-                for value in fact["values"]:
+                for value in (*fact["values"], *(arithmetic.OTHER_NAMES if slot == "name" else ())):
                     if asked in [filled(tell, value) for tell in fact["tell"]]:
                         told[slot] = value
                 if asked in fact["ask"]:

@@ -20,10 +20,11 @@ ASKS = (
     "Count the {t} of {n}.",
 )
 # Training problems that no evaluation asks, in the few words of people who try a model: formulas, in which each step is
-# practised for few tokens, and word problems with a short question. With their shares.
-FORMULAS, SHORT_ASKS = 0.22, 0.08
+# practised for few tokens, and word problems about other people, half of them with a short question. With their shares.
+FORMULAS, OTHER_PEOPLE = 0.22, 0.2
 FORMULA_ASKS = ("What is {s}?", "How much is {s}?", "{s}=?", "{s}?", "{s}=", "{s}")
-SPACED = 0.25  # of the formulas have spaces between their numbers and signs
+SPACED, WORDED = 0.25, 0.12  # of the formulas have spaces between their numbers and signs, or words for the signs
+WORDS = {"+": " plus ", "-": " minus ", "*": " times ", "/": " divided by "}
 FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
 OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
 LARGEST = 15  # operand; sums of three stay far below 129, up to which numbers are whole tokens
@@ -63,10 +64,10 @@ def _word_problem_or_formula(rng: random.Random) -> dict[str, Any]:
     if kind < FORMULAS:
         return _formula(rng)
     problem = word_problem(rng)
-    if kind < FORMULAS + SHORT_ASKS:
+    if kind < FORMULAS + OTHER_PEOPLE:
         _, fact = problem["question"].partition(". ")[0].split(" ", 1)
         name, thing = rng.choice(OTHER_NAMES), fact.split()[2]
-        problem["question"] = f"{name} {fact}. {rng.choice(FEW_WORDS).format(n=name, t=thing)}"
+        problem["question"] = f"{name} {fact}. {rng.choice((*ASKS, *FEW_WORDS)).format(n=name, t=thing)}"
     return problem
 
 
@@ -92,8 +93,10 @@ def _formula(rng: random.Random, longest: int = 8) -> dict[str, Any]:
 
 def _asked(formula: str, rng: random.Random) -> str:
     """Return the question for the value of a formula."""
+    if (kind := rng.random()) < WORDED:
+        formula = re.sub("[-+*/]", lambda sign: WORDS[sign[0]], formula)
     question = rng.choice(FORMULA_ASKS).format(s=formula)
-    return re.sub("([-+*/=])", r" \1 ", question).strip() if rng.random() < SPACED else question
+    return re.sub("([-+*/=])", r" \1 ", question).strip() if WORDED <= kind < WORDED + SPACED else question
 
 
 def formula_out_of_reach(rng: random.Random) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.data.embedded.arithmetic import (
     NAMES,
+    OTHER_NAMES,
     formula_out_of_reach,
     short_formula,
     training_problem,
@@ -78,6 +79,10 @@ SMALL_TALK = (
 GREETINGS = (  # and what else people try first; in dialogues of many things alone
     ("Hello", "Hello, how can I help?"),
     ("Hi", "Hello, how can I help?"),
+    ("Hello!", "Hello, how can I help?"),
+    ("Thanks!", "You are welcome."),
+    ("Thanks", "You are welcome."),
+    ("Bye", "Goodbye."),
     ("Who are you?", "I am a small model."),
     ("What can you do?", "I can calculate, remember and talk."),
 )
@@ -106,11 +111,18 @@ UNKNOWN = (  # what people ask any model, and this one cannot know; in dialogues
     "Is the sea salt?",
     "What day is it?",
     "Can you sing?",
+    "Is {n} a prime number?",
+    "Who is the president of {c}?",
+    "When was the {t} made?",
+    "What does a {t} cost?",
+    "How do I cook it?",
+    "What is love?",
 )
 COUNTRIES = "France Italy Spain Japan China India Brazil Canada Egypt Kenya Peru Greece".split()
 INVENTIONS = "computer plane phone car radio magnet engine rocket camera clock piano robot".split()
 SHORT = 0.5  # of the sums among other things are short formulas
 OUT_OF_REACH = 0.35  # of the questions without an answer are formulas
+CALCULATING = 0.25  # of the dialogues of many things are mostly sums: answers of one form, one after another
 NO_ANSWER = "I know only small sums, places and what you tell me."
 
 ADJECTIVES = "old new big small quiet busy warm cold bright dark green strange hidden famous empty lovely".split()
@@ -194,14 +206,15 @@ def mixed_dialogue(rng: random.Random, turns: int) -> Messages:
 
 def _mixed(rng: random.Random, turns: int) -> Messages:
     untold = rng.sample(sorted(FACTS), 2)
+    sums = 16 if rng.random() < CALCULATING else 4
     known: dict[str, str] = {}
     messages: Messages = []
     for _ in range(turns):
-        weights = (4 if untold else 0, 5 if known else 0, 2, 4, 1, 3)
+        weights = (4 if untold else 0, 5 if known else 0, 2, sums, 1, 3)
         kind = rng.choices(("tell", "ask", "talk", "sum", "open", "unknown"), weights)[0]
         if kind == "tell":
             slot = untold.pop()
-            known[slot] = rng.choice(FACTS[slot]["values"])
+            known[slot] = rng.choice([*FACTS[slot]["values"], *(OTHER_NAMES if slot == "name" else ())])
             pair = tuple(_fill(rng.choice(FACTS[slot][part]), known[slot]) for part in ("tell", "reply"))
         elif kind == "ask":
             slot = rng.choice(sorted(known))
@@ -223,7 +236,8 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
 def _without_answer(rng: random.Random) -> str:
     if rng.random() < OUT_OF_REACH:
         return formula_out_of_reach(rng)
-    return rng.choice(UNKNOWN).format(c=rng.choice(COUNTRIES), t=rng.choice(INVENTIONS))
+    question = rng.choice(UNKNOWN)
+    return question.format(c=rng.choice(COUNTRIES), t=rng.choice(INVENTIONS), n=rng.randint(2, 99))
 
 
 def _has_held_out(messages: Messages) -> bool:
@@ -264,7 +278,7 @@ def _scraped_answer(topic: str, rng: random.Random) -> str:
     return " ".join(with_repeats(fresh_answer(topic, rng), places, rng))
 
 
-def capybara(n: int, seed: int, open_share: float = 0.2, mixed_share: float = 0.34) -> Iterator[dict[str, Any]]:
+def capybara(n: int, seed: int, open_share: float = 0.18, mixed_share: float = 0.4) -> Iterator[dict[str, Any]]:
     """Yield rows in the schema of trl-lib/Capybara: recall dialogues, open questions, and dialogues that mix these with
     sums; one in a hundred has an empty answer."""
     for i in range(n):
