@@ -602,7 +602,7 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("algorithm.filter={strategy: soft, value: 0.9}", "`filter.value` belongs to top_k and top_k_abs and top_p"),
         ("algorithm.filter={strategy: none, value: 0.9}", "and this run has `filter.strategy: none`: leave it out"),
         ("algorithm.filter={strategy: none, largest: false}", "`filter.largest` belongs to top_k and"),
-        ("algorithm.minibatches=3", "(3) is more than the groups that a step can keep (2)"),
+        ("algorithm.minibatches=5", "(5) is more than the groups that a step can keep (4)"),
         ("algorithm={preset: starpo, minibatches: 9}", "(9) is more than the groups that a step can keep (8)"),
         (
             "algorithm={advantage: gae, critic: {warmup_steps: 200}}",
