@@ -796,7 +796,10 @@ def test_the_plan_has_the_kernels_that_were_counted(rollout) -> None:
         assert row["kernels"]["all"] / row["layers"] == pytest.approx(planned, rel=0.06), (row["model"], row["tuning"])
 
 
-@pytest.mark.parametrize("file", ["learning.jsonl", "learning-spa-cues.jsonl", "learning-spa-next-state.jsonl"])
+@pytest.mark.parametrize(
+    "file",
+    ["learning.jsonl", "learning-choices.jsonl", "learning-spa-cues.jsonl", "learning-spa-next-state.jsonl"],
+)
 def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
     file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
