@@ -22,7 +22,7 @@ LEVELS = 4  # of each kind in each environment; only the first is unfolded
 ON_TOP = {"base": "base model", "phase2": "SFT + DPO", "phase3": "SFT + DPO + RL"}  # if checkpoints have these names
 SAMPLES = 2  # prompts shown of each part
 MOST_ANSWERS = 128  # of each checkpoint in the list of a run of prompts; transcripts.html has all
-# Each checkpoint against the one before it, or a merged one against those that it was made of.
+# Each checkpoint against the one before it, or a merged one against those that it was made of, if they are here.
 Steps = Mapping[tuple[str, str], Sequence[Comparison]]
 
 
@@ -64,7 +64,7 @@ def headline_table(results: Results, steps: Steps, kept: Mapping[str, tuple[int,
         "rows": rows,
         "failed": results.get("failed", {}).items(),
         "kept": kept.items(),
-        "merged": any(before.get(new) != old for old, new in steps),
+        "merged": list(steps) != [(old, new) for new, old in before.items()],
         "math": math_parts(results),
     }
 

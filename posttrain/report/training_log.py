@@ -154,18 +154,16 @@ def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
 def merged_of(results: Results, folder: Path) -> dict[str, list[str]]:
     """Return the checkpoints of which each merged one was made, by its manifest: {"slerp": ["phase2", "phase3"]}.
 
-    Models that were not evaluated are left out, and so is a merged one without any other.
+    Models that were not evaluated are left out: the list of a merged one is empty if none was.
     """
-    places = {name: path for name, path in results["config"]["checkpoints"].items() if isinstance(path, str)}
-    by_folder: dict[Path, str] = {
-        _model_folder(path): name for name, path in places.items() if name in results["checkpoints"]
-    }
+    paths = {name: results["config"]["checkpoints"].get(name) for name in results["checkpoints"]}
+    places = {name: path for name, path in paths.items() if isinstance(path, str)}  # the others are endpoints
     merged = dict[str, list[str]]()
-    for own, name in by_folder.items():
-        models = _models_merged([Path(places[name]), folder / name, folder / name / own.name])
-        names = {by_folder.get(_model_folder(model)) for model in models} - {name}
-        if found := [each for each in by_folder.values() if each in names]:
-            merged[name] = found
+    for name, path in places.items():
+        models = _models_merged([Path(path), folder / name, folder / name / Path(path).name])
+        if models is not None:
+            found = set(map(_model_folder, models))
+            merged[name] = [each for each in places if each != name and _model_folder(places[each]) in found]
     return merged
 
 
@@ -175,16 +173,18 @@ def _model_folder(path: str) -> Path:
     return folder.parent if folder.name == "final" else folder
 
 
-def _models_merged(places: Sequence[Path]) -> list[str]:
-    """Return the models that a checkpoint was merged of, by the first manifest of these folders; [] for others."""
+def _models_merged(places: Sequence[Path]) -> list[str] | None:
+    """Return the models that a checkpoint was merged of, by the first manifest of these folders; None for others."""
     for place in places:
         try:
             meta = checkpoint.read_manifest(place)["meta"]
         except UserError:  # the model is elsewhere
             continue
-        records = meta.get("history") if meta.get("phase") == "merge" else None
-        return [each["model"] for each in records[-1].get("merged", ())] if records else []
-    return []
+        if meta.get("phase") != "merge":
+            return None
+        records = meta.get("history") or [{}]
+        return [each["model"] for each in records[-1].get("merged", ())]
+    return None
 
 
 def kept_steps(results: Results, folders: dict[str, Path | None]) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import unescape
 from html.parser import HTMLParser
 from io import BytesIO
@@ -738,11 +738,13 @@ def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
     assert html.count('<i class="change ') == 18
 
 
-def merged_run(run: Path, folder: Path, *models: object) -> str:
-    """The page of a run whose last checkpoint was merged of these models, by its manifest."""
+def merged_run(run: Path, folder: Path, *models: object, names: Sequence[str] = NAMES) -> str:
+    """The page of a run of these checkpoints, of which phase3 was merged of these models, by its manifest."""
     folder.mkdir()
-    for name in ("results.json", "transcripts.jsonl"):
-        shutil.copy(run / name, folder)
+    results = json.loads((run / "results.json").read_text())
+    results["checkpoints"] = {name: results["checkpoints"][name] for name in names}
+    (folder / "results.json").write_text(json.dumps(results))
+    shutil.copy(run / "transcripts.jsonl", folder)
     record = {"phase": "merge", "merged": [{"model": str(model), "share": 0.5} for model in models]}
     checkpoint.save(folder / "phase3", lambda _: None, phase="merge", history=[{"phase": "phase2"}, record])
     return report.build(folder).read_text()
@@ -761,6 +763,25 @@ def test_a_merged_model_is_compared_with_those_it_was_made_of(run: Path, html: s
 
     page = merged_run(run, tmp_path / "two", run / "phase2", run / "phase1")
     assert "phase2</span>: " in page and page.count("> against <") == 4 and ", against phase" not in page
+
+
+def compared(page: str) -> list[tuple[str, str]]:
+    """The pairs of checkpoints that the summary of a page compares."""
+    return re.findall(r"(\w+)</span> against <[^>]*>(\w+)</span>", page)
+
+
+def test_a_merged_model_is_not_compared_if_its_models_were_not_evaluated(run: Path, tmp_path: Path) -> None:
+    page = merged_run(run, tmp_path / "page", "elsewhere/phase1", "elsewhere/phase2")
+    assert "<h1>What training and merging changed</h1>" in page and "base → phase1 → phase2, phase3, on" in page
+    assert compared(page) == [("phase1", "base"), ("phase2", "phase1")] and page.count('<i class="change ') == 12
+    assert "is compared with a model that it was made of, if one is in the table" in page
+    assert "phase3</span> minus <" in page and "</span> → <" not in page, "the differences of results.json are named"
+
+
+def test_a_single_model_that_was_merged_is_not_called_a_phase(run: Path, tmp_path: Path) -> None:
+    page = merged_run(run, tmp_path / "page", run / "phase1", run / "phase2", names=["phase3"])
+    assert "<h1>What training and merging changed</h1>" in page and "phase3, on held-out" in page
+    assert compared(page) == []
 
 
 def test_each_phase_has_a_sentence(run: Path, results: Record, html: str) -> None:
