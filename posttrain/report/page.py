@@ -39,8 +39,9 @@ def build(folder: Path) -> Path:
         steps = verdict.steps(folder, results, transcripts, merged)
         shown, episodes = _sections(results, transcripts, answered, examples, steps, folder, pictures)
         words = tables.task_words(results)
-        names = "".join((", " if name in merged else " → ") + name for name in results["checkpoints"])
-        lead = f"{names.lstrip(' ,→')}, on held-out questions and {words.levels}, the same for every"
+        trained = " → ".join(name for name in results["checkpoints"] if name not in merged)
+        names = ", ".join(filter(None, (trained, *merged)))
+        lead = f"{names}, on held-out questions and {words.levels}, the same for every"
         html = render_report(
             {"top": top, **episodes, "pictures": pictures.coded},
             shown,

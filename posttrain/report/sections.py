@@ -22,7 +22,7 @@ LEVELS = 4  # of each kind in each environment; only the first is unfolded
 ON_TOP = {"base": "base model", "phase2": "SFT + DPO", "phase3": "SFT + DPO + RL"}  # if checkpoints have these names
 SAMPLES = 2  # prompts shown of each part
 MOST_ANSWERS = 128  # of each checkpoint in the list of a run of prompts; transcripts.html has all
-# Each checkpoint against the one before it, or a merged one against those that it was made of, if they are here.
+# Each checkpoint against the one before it that was not merged, or a merged one against those that it was made of.
 Steps = Mapping[tuple[str, str], Sequence[Comparison]]
 
 
@@ -89,7 +89,7 @@ def _change_of(steps: Steps, name: str, column: Column, before: Mapping[str, str
 
 
 def change_since_last(steps: Steps, name: str, column: Column) -> tuple[str, Comparison] | None:
-    """Return how a figure changed since the checkpoint before, with its name; of a merged one since the last parent."""
+    """Return how a figure changed, and since which checkpoint: the last one that this one is compared with."""
     compared = [(old, each) for (old, new), comparisons in steps.items() if new == name for each in comparisons]
     return next(((old, each) for old, each in reversed(compared) if each.column == column), None)
 

@@ -133,10 +133,12 @@ def steps(
 ) -> dict[tuple[str, str], list[Comparison]]:
     """Compare each checkpoint of a run with the one before it: {("phase1", "phase2"): [...], ...}.
 
-    merged: as `training_log.merged_of` returns it. These are compared with the models that they were merged of.
+    merged: as `training_log.merged_of` returns it. These are compared with the models that they were merged of, and the
+    others with the last one before them that was not merged.
     """
     models = {name: Model(folder, name, name, results, rows) for name in results["checkpoints"]}
-    before = {new: [old] for old, new in itertools.pairwise(models)} | dict(merged)
+    trained = [name for name in models if name not in merged]
+    before = {new: [old] for old, new in itertools.pairwise(trained)} | dict(merged)
     return {(old, new): _in_common(models[old], models[new], 0) for new in models for old in before.get(new, ())}
 
 

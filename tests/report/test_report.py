@@ -778,6 +778,15 @@ def test_a_merged_model_is_not_compared_if_its_models_were_not_evaluated(run: Pa
     assert "phase3</span> minus <" in page and "</span> → <" not in page, "the differences of results.json are named"
 
 
+def test_a_phase_is_compared_with_the_last_model_that_was_not_merged(run: Path, tmp_path: Path) -> None:
+    names = ("base", "phase1", "phase3", "phase2")
+    page = merged_run(run, tmp_path / "page", run / "phase1", run / "phase2", names=names)
+    assert "base → phase1 → phase2, phase3, on" in page
+    steps = [("phase1", "base"), ("phase3", "phase1"), ("phase3", "phase2"), ("phase2", "phase1")]
+    assert compared(page) == steps and "solved by phase2 alone" in page and "phase3 alone" not in page
+    assert page.count(", against phase1") == 6 and page.count(", against phase2") == 6, "in the cells of the table"
+
+
 def test_a_single_model_that_was_merged_is_not_called_a_phase(run: Path, tmp_path: Path) -> None:
     page = merged_run(run, tmp_path / "page", run / "phase1", run / "phase2", names=["phase3"])
     assert "<h1>What training and merging changed</h1>" in page and "phase3, on held-out" in page
