@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -146,7 +147,7 @@ def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
     for name, path in results["config"]["checkpoints"].items():
         if not isinstance(path, str):  # an endpoint
             continue
-        places = [folder / name, Path(path).parent]  # a copied or renamed run shows its own training
+        places = [folder / name, _found(Path(path).parent, folder)]  # a copied or renamed run shows its own training
         folders[name] = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
     return folders
 
@@ -160,17 +161,26 @@ def merged_of(results: Results, folder: Path) -> dict[str, list[str]]:
     places = {name: path for name, path in paths.items() if isinstance(path, str)}  # the others are endpoints
     merged = dict[str, list[str]]()
     for name, path in places.items():
-        models = _models_merged([Path(path), folder / name, folder / name / Path(path).name])
+        models = _models_merged([_found(path, folder), folder / name, folder / name / Path(path).name])
         if models is not None:
-            found = set(map(_model_folder, models))
-            merged[name] = [each for each in places if each != name and _model_folder(places[each]) in found]
+            found = {_model_folder(model, folder) for model in models}
+            merged[name] = [each for each in places if each != name and _model_folder(places[each], folder) in found]
     return merged
 
 
-def _model_folder(path: str) -> Path:
+def _model_folder(path: str, folder: Path) -> Path:
     """Return the folder of a model, which may be named with or without its last part `final`."""
-    folder = Path(path).absolute()
-    return folder.parent if folder.name == "final" else folder
+    place = Path(path)
+    return _found(place.parent if place.name == "final" else place, folder).absolute()
+
+
+def _found(path: str | Path, folder: Path) -> Path:
+    """Return where a path of an evaluation leads: from the working directory, or else from above the folder of results.
+
+    Paths are those that the evaluation was called with, often relative to the folder that holds all runs.
+    """
+    places = (place / path for place in (Path(), *folder.resolve().parents))
+    return next((place for place in places if os.path.exists(place)), Path(path))
 
 
 def _models_merged(places: Sequence[Path]) -> list[str] | None:

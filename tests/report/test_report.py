@@ -793,6 +793,27 @@ def test_a_single_model_that_was_merged_is_not_called_a_phase(run: Path, tmp_pat
     assert compared(page) == []
 
 
+def test_models_are_found_from_any_working_directory(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    place = Path(shutil.copytree(run, root / "runs" / "comparison", ignore=shutil.ignore_patterns("phase*")))
+    shutil.copytree(run / "phase1", root / "runs" / "mine" / "phase1")
+    models = [{"model": f"runs/mine/phase{number}/final", "share": 0.5} for number in (1, 2)]
+    record = {"phase": "merge", "merged": models}
+    checkpoint.save(root / "runs" / "mine" / "phase3", lambda _: None, phase="merge", history=[record])
+    results = json.loads((run / "results.json").read_text())
+    results["config"]["checkpoints"] = {name: f"runs/mine/{name}/final" for name in NAMES}
+    results["config"]["checkpoints"]["phase3"] = "runs/mine/phase3"
+    (place / "results.json").write_text(json.dumps(results))
+    for folder in (root, tmp_path):
+        monkeypatch.chdir(folder)
+        page = report.build(place).read_text()
+        assert compared(page)[2:] == [("phase3", "phase1"), ("phase3", "phase2")]
+        assert "<h1>What training and merging changed</h1>" in page
+        assert training_log.phase_folders(results, place)["phase1"] is not None, "its curves"
+
+
 def test_each_phase_has_a_sentence(run: Path, results: Record, html: str) -> None:
     (told,) = re.findall(r'<ul class="phases">(.*?)</ul>', html, re.DOTALL)
     found = [words_of(item) for item in re.findall(r"<li>(.*?)</li>", told, re.DOTALL)]
