@@ -1,11 +1,13 @@
 """What does a visitor of a model's page on the Hub need to know?  The README.md of `final/`.
 
 Each phase leaves a record in the manifest of what it saves: what it started from, data with licences and rows,
-settings, results, commit. The card describes all phases that made the model, in order.
+settings, results, commit. The card describes all phases that made the model, in order. Checkpoints of a run hold no
+record: theirs is that of the run's `final`.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +21,8 @@ from huggingface_hub import HfApi, ModelCardData, metadata_load, try_to_load_fro
 from huggingface_hub.errors import HfHubHTTPError
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from posttrain.files import DATA_FILES
+from posttrain.config import read_yaml
+from posttrain.files import DATA_FILES, parse_json, read_text
 from posttrain.runtime import HTTP_ERROR, checkpoint
 from posttrain.types import HUB_NAME, UserError, markdown_text, value_at
 
@@ -49,6 +52,13 @@ SETTINGS = (
 )
 
 
+CHECKPOINT = re.compile(r"(?:checkpoint|best)-[0-9]+")  # folders of a run beside `final`
+# Where a phase writes its data's lines of the card before its first step. Phase 3 has them only with distillation.
+DATA_OF_PHASE = {
+    "phase1": "rows/sources.json",
+    "phase2": "pairs/sources.json",
+    "phase3": "distillation/sources.json",
+}
 MOST_EXAMPLES = 6  # messages that a card shows and a chat offers
 
 
@@ -84,16 +94,23 @@ def phase_record(
         results: figures on held-out items.
     """
     base, revision = config["model"]["name_or_path"], config["model"].get("revision")
+    return _begun(phase, config, step, data) | {
+        "commit": commit(),
+        "results": [asdict(result) for result in results],
+        "licence": None if history(base) else _licence(base, revision),  # of the model that phase 1 began with
+    }
+
+
+def _begun(phase: str, config: dict[str, Any], step: int, data: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the part of a record that is known before the phase has ended."""
+    base, revision = config["model"]["name_or_path"], config["model"].get("revision")
     return {
         "phase": phase,
         "base": f"{base} at {revision}" if revision else base,
         "step": step,
-        "commit": commit(),
         "settings": {key: value for key in SETTINGS if (value := value_at(config, key)) is not None} | _taught(config),
         "published": _published(base),
         "data": [source | {"published": _published(source["path"])} for source in data],
-        "results": [asdict(result) for result in results],
-        "licence": None if history(base) else _licence(base, revision),  # of the model that phase 1 began with
     }
 
 
@@ -134,13 +151,49 @@ def _published(name: str) -> bool:
 
 
 def history(name_or_path: str) -> list[dict[str, Any]]:
-    """Return the records of the phases that made a checkpoint folder; [] for a model from elsewhere."""
+    """Return the records of the phases that made a checkpoint folder; [] for a model from elsewhere.
+
+    A folder checkpoint-12 or best-12 has those of the run that it lies in, with its own step. Results are left out
+    where they were measured at another step.
+    """
     folder = Path(name_or_path)
     if not (folder / checkpoint.MANIFEST).is_file():
         return []
     try:
-        return list(checkpoint.read_manifest(folder)["meta"].get("history", []))
+        meta = checkpoint.read_manifest(folder)["meta"]
+        place = folder.resolve()
+        if "history" not in meta and "step" in meta and CHECKPOINT.fullmatch(place.name):
+            return _history_of_run(place.parent, meta["step"])
+        return list(meta.get("history", []))
     except UserError:
+        return []
+
+
+def _history_of_run(run: Path, step: int) -> list[dict[str, Any]]:
+    """Return the records of a run's checkpoint: those of `final`, or what is known of a run that was cut before it.
+
+    Raises:
+        UserError: the settings of the run cannot be read.
+    """
+    if records := history(str(run / "final")):
+        last = records[-1]
+        return records if last["step"] == step else [*records[:-1], last | {"step": step, "results": []}]
+    config = read_yaml(run / checkpoint.RUN_CONFIG)
+    if not isinstance(base := value_at(config, "model.name_or_path"), str):
+        return []
+    phase = next((phase for phase, file in DATA_OF_PHASE.items() if (run / file).is_file()), "phase3")
+    data = _data_of_run(run / DATA_OF_PHASE[phase])
+    if phase == "phase3":
+        data = [source | {"kind": f"{source['kind']}, prompts alone"} for source in data]
+    # Neither this code's commit nor a request to the Hub for a licence: the run may be older, or from elsewhere.
+    unknown = {"commit": "not recorded", "results": [], "licence": None}
+    return [*history(base), _begun(phase, config, step, data) | unknown]
+
+
+def _data_of_run(file: Path) -> list[dict[str, Any]]:
+    try:
+        return list(parse_json(read_text(file, "")))
+    except (UserError, ValueError):  # it is missing or damaged
         return []
 
 

@@ -18,8 +18,9 @@ import argparse
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,7 @@ def merge_models(
         first, kept = places[0], {}
         if (first / checkpoint.MANIFEST).exists():
             kept = checkpoint.read_manifest(first)["meta"]
-        records: list[dict[str, Any]] = []
-        for place in places:
-            records += [record for record in model_card.history(str(place)) if record not in records]
-        records.append(model_card.merge_record(names, shares, method))
+        records = [*_phases(places), model_card.merge_record(names, shares, method)]
         meta: dict[str, Any] = {"phase": "merge", "history": records}
         if kept.get("phase") != "base" and "chat_template_sha256" in kept:
             meta["chat_template_sha256"] = kept["chat_template_sha256"]
@@ -165,6 +163,30 @@ def _whole_model(source: Path, scratch: Path) -> Path:
     from posttrain.serving.publish.content import model_of
 
     return export.export_run(source, "merged", scratch) if (source / export.ADAPTER).is_file() else model_of(source)
+
+
+def _phases(places: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the records of the phases that made the models, each once.
+
+    Of the checkpoints of one phase, it is the record that has results, or else that of the last step.
+    """
+    from posttrain.models import model_card
+
+    records: list[dict[str, Any]] = []
+    for record in chain.from_iterable(model_card.history(str(place)) for place in places):
+        twin = next((number for number, each in enumerate(records) if _of_one_phase(each, record)), None)
+        if twin is None:
+            records.append(record)
+        else:
+            records[twin] = max(records[twin], record, key=lambda each: (bool(each["results"]), each["step"]))
+    return records
+
+
+def _of_one_phase(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return True for equal records, and for those of a checkpoint and its run, which differ in step and results."""
+    if one["results"] and other["results"]:
+        return one == other
+    return {**one, "step": 0, "results": []} == {**other, "step": 0, "results": []}
 
 
 def _must_fit(places: Sequence[Path], names: Sequence[str]) -> None:

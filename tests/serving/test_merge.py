@@ -214,6 +214,59 @@ def test_the_command_writes_a_final_folder_with_its_history(phases: Path, tmp_pa
     ]
 
 
+DATA = {"path": "embedded", "kind": "messages", "licence": "generated here", "train": 9, "held_out": 1, "examples": []}
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, phases: Path, tiny_chat: Chat) -> Path:
+    """A phase 2 without `final`, whose checkpoints 4 and 8 hold what the Trainer and `seal` write."""
+    run = tmp_path / "stopped"
+    for step in (4, 8):
+        tiny_model(tiny_chat, step).save_pretrained(run / f"checkpoint-{step}")
+        tiny_chat.save(run / f"checkpoint-{step}")
+        checkpoint.seal(run / f"checkpoint-{step}", step=step)
+    (run / "pairs").mkdir()
+    (run / "pairs" / "sources.json").write_text(json.dumps([DATA]))
+    config = {"model": {"name_or_path": str(phases / "phase1" / "final")}, "seed": 3}
+    (run / checkpoint.RUN_CONFIG).write_text(json.dumps(config))
+    return run
+
+
+def test_checkpoints_of_a_run_have_the_history_of_its_model(stopped: Path, tmp_path: Path, tiny_chat: Chat) -> None:
+    """The phase is listed once, with its results where the checkpoint that was measured is among the models."""
+    run, net = stopped, tiny_model(tiny_chat, 8)
+    config = json.loads((run / checkpoint.RUN_CONFIG).read_text())
+    result = model_card.CardResult("held-out rows: loss", 0.5, 10)
+    record = model_card.phase_record("phase2", config, 8, data=[DATA], results=[result])
+    before = model_card.history(config["model"]["name_or_path"])
+    source = ModelSection(name_or_path="x")
+    models.save(run / "final", net, tiny_chat, config, source=source, history=[*before, record], phase="phase2", step=8)
+    checkpoints = [run / "checkpoint-4", run / "checkpoint-8"]
+    for number, places in enumerate((checkpoints, checkpoints[::-1], [checkpoints[0], run])):
+        out = merge_models(places, tmp_path / str(number))
+        assert checkpoint.verify(out)["meta"]["history"][:-1] == [*before, record]
+        card: Any = ModelCard.load(out / "README.md")
+        assert card.data.tags == ["sft", "dpo", "merge", "convgpt"]
+        assert card.text.count("| embedded | messages | generated here | 9 | 1 |") == 1
+        assert "held-out rows: loss" in card.text
+    best = checkpoints[0].rename(run / "best-4")
+    assert model_card.history(str(best)) == [*before, record | {"step": 4, "results": []}]
+    assert model_card.history(str(best.rename(run / "copy"))) == []
+
+
+def test_checkpoints_of_a_run_without_a_model_have_what_its_folder_tells(stopped: Path, tmp_path: Path) -> None:
+    out = merge_models([stopped / "checkpoint-4", stopped / "checkpoint-8"], tmp_path / "out")
+    one, two, merge = checkpoint.verify(out)["meta"]["history"]
+    assert [each["phase"] for each in (one, two, merge)] == ["phase1", "phase2", "merge"]
+    assert (two["step"], two["data"][0]["licence"], two["settings"]) == (8, "generated here", {"seed": 3})
+    assert two["results"] == [] and two["commit"] == "not recorded"
+    (stopped / "pairs" / "sources.json").write_text("[")
+    assert model_card.history(str(stopped / "checkpoint-4"))[-1]["data"] == []
+    for broken in ("model: 3", "[", "- 1"):
+        (stopped / checkpoint.RUN_CONFIG).write_text(broken)
+        assert model_card.history(str(stopped / "checkpoint-4")) == []
+
+
 @pytest.mark.thorough
 def test_an_average_is_evaluated_in_the_same_table(phases: Path, tmp_path: Path) -> None:
     finals = {name: str(phases / name / "final") for name in ("phase1", "phase2")}
