@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from posttrain.config import ModelSection, TrainingRun
+from posttrain.files import read_json
 from posttrain.models import convgpt, model_card
 from posttrain.models.chat import Chat
 from posttrain.models.model_files import (
@@ -292,7 +293,7 @@ def save(
     def write(out: Path) -> None:
         with no_bars():
             net.save_pretrained(out)
-        add_code(out, net)
+        add_code(out)
         chat.save(out)
         (out / "run_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         if history:
@@ -302,17 +303,17 @@ def save(
     return checkpoint.save(folder, write, chat_template_sha256=chat.hash, **meta)
 
 
-def add_code(folder: Path, net: Any) -> None:
+def add_code(folder: Path) -> None:
     """Write the file that computes a ConvGPT beside its weights, named in config.json under `auto_map`.
 
     Elsewhere `trust_remote_code=True` loads the model with it; here nothing of it is run. The folder's manifest holds
-    its checksum.
+    its checksum. A folder that has the file, and one of another architecture, stays as it is.
     """
-    if not isinstance(net, convgpt.ConvGPTForCausalLM):
+    place = folder / "config.json"
+    config = read_json(place, "Use another checkpoint.")
+    if config.get("model_type") != convgpt.ConvGPTConfig.model_type or (folder / CODE).exists():
         return
     shutil.copyfile(convgpt.__file__, folder / CODE)
-    place = folder / "config.json"
-    config = json.loads(place.read_text(encoding="utf-8"))
     classes = {
         "AutoConfig": convgpt.ConvGPTConfig,
         "AutoModel": convgpt.ConvGPTModel,

@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,13 @@ def listed_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
     }
 
 
-def _copy(folder: Path, files: Mapping[str, Path], out: Path) -> Path:
-    """Copy files to these names and seal them with the values that the folder's own manifest holds."""
+def _copy(
+    folder: Path, files: Mapping[str, Path], out: Path, add: Callable[[Path], None] | None = None, **more: Any
+) -> Path:
+    """Copy files to these names and seal them with the values that the folder's own manifest holds.
+
+    add: writes further files into the new folder. more: further values for its manifest.
+    """
     checkpoint.verify_if_sealed(folder)
     for file in files.values():
         if file.suffix == ".safetensors":
@@ -148,8 +153,10 @@ def _copy(folder: Path, files: Mapping[str, Path], out: Path) -> Path:
         for name, file in files.items():
             (made / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, made / name)
+        if add is not None:
+            add(made)
 
-    return checkpoint.save(out, write, **meta)
+    return checkpoint.save(out, write, **meta | more)
 
 
 def _check_whole(file: Path) -> None:
@@ -166,12 +173,24 @@ def _check_whole(file: Path) -> None:
 
 
 def _copy_model(folder: Path, out: Path) -> Path:
-    """Copy what `publish` takes of a model, and no other weights: a checkpoint may also hold those of a critic."""
+    """Copy what `publish` takes of a model, and no other weights: a checkpoint may also hold those of a critic.
+
+    What only `final` has is added to a checkpoint: the code of a ConvGPT and the model card.
+    """
+    from posttrain import models
+    from posttrain.models import model_card
     from posttrain.serving.publish import content
 
     files = listed_files(folder, (*content.MODEL, *BESIDE_WEIGHTS))
     others = {name: file for name, file in files.items() if not name.endswith(".safetensors")}
-    return _copy(folder, {file.name: file for file in checkpoint.weight_files(folder)} | others, out)
+    records = model_card.history(str(folder))
+    meta: dict[str, Any] = {"history": records} if records else {}
+
+    def add(made: Path) -> None:
+        models.add_code(made)
+        _write_card(made, folder, records)
+
+    return _copy(folder, {file.name: file for file in checkpoint.weight_files(folder)} | others, out, add, **meta)
 
 
 def _copy_adapter(folder: Path, out: Path) -> Path:
@@ -295,6 +314,7 @@ def _weights(section: ModelSection, adapter: Path | None, config: Any, tokenizer
 
 def _merge(adapter: Path, out: Path) -> Path:
     from posttrain import models
+    from posttrain.models import model_card
 
     section = ModelSection(name_or_path=_base_of(adapter))
     config, tokenizer = load_tokens(section, adapter)
@@ -302,14 +322,31 @@ def _merge(adapter: Path, out: Path) -> Path:
     net = _weights(section, adapter, config, tokenizer)
     if _has_tokenizer(adapter):
         _stop_after_answers(net, tokenizer)
+    records = model_card.history(str(adapter))
+    meta: dict[str, Any] = {"history": records} if records else {}
 
     def write(made: Path) -> None:
         with models.no_bars():
             net.save_pretrained(made)
-        models.add_code(made, net)
+        models.add_code(made)
         tokenizer.save_pretrained(made)
+        _write_card(made, adapter, records)
 
-    return checkpoint.save(out, write, phase="base", source=adapter.name)
+    return checkpoint.save(out, write, phase="base", source=adapter.name, **meta)
+
+
+def _write_card(made: Path, source: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write the card of a checkpoint, which has none of its own, and the settings of its run, which the card names."""
+    from posttrain.models import model_card
+    from posttrain.serving.publish import content
+
+    if not records or (made / content.CARD).exists():
+        return
+    kind = str(read_json(made / "config.json", "Use another checkpoint.").get("model_type"))
+    (made / content.CARD).write_text(model_card.render_card(records, kind), encoding="utf-8")
+    settings = source.resolve().with_name(checkpoint.RUN_CONFIG)
+    if settings.is_file() and not (made / checkpoint.RUN_CONFIG).exists():
+        shutil.copyfile(settings, made / checkpoint.RUN_CONFIG)
 
 
 def _stop_after_answers(net: Any, tokenizer: Any) -> None:

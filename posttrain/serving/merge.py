@@ -279,6 +279,7 @@ def _merged(key: str, files: Sequence[Any], names: Sequence[str], shares: Sequen
 
 def _write_the_rest(made: Path, first: Path, records: Sequence[dict[str, Any]]) -> None:
     """Copy config, tokenizer, templates and code of the first model, and write the model card."""
+    from posttrain import models
     from posttrain.models import model_card, model_files
     from posttrain.serving.publish import content
 
@@ -287,6 +288,7 @@ def _write_the_rest(made: Path, first: Path, records: Sequence[dict[str, Any]]) 
         if not name.endswith(".safetensors") and name != checkpoint.RUN_CONFIG:  # those are of training alone
             (made / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, made / name)
+    models.add_code(made)  # a checkpoint of a ConvGPT has none
     kind = model_files.load_config(ModelSection(name_or_path=str(first))).model_type
     (made / content.CARD).write_text(model_card.render_card(records, kind), encoding="utf-8")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +17,10 @@ import model_families
 import pytest
 import torch
 from gguf import GGUFReader, quants
+from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from test_evaluate import tiny_model
 from tiny_runs import ROOT, called
 from transformers import (
     AutoConfig,
@@ -27,11 +32,14 @@ from transformers import (
 )
 
 from posttrain import models
-from posttrain.models import gguf_writer
+from posttrain.config import ModelSection
+from posttrain.models import gguf_writer, model_card
+from posttrain.models.chat import Chat
 from posttrain.models.gguf import convert
 from posttrain.runtime import checkpoint
 from posttrain.serving.export import export_run, main
 from posttrain.serving.ollama import modelfile, ollama_template
+from posttrain.serving.publish.content import gather_content
 from posttrain.types import UserError
 
 WRITTEN = {
@@ -506,6 +514,81 @@ def test_a_checkpoint_is_exported_and_not_the_end_of_its_run(tmp_path: Path) -> 
     whole = family(run / "checkpoint-2", "llama")
     with pytest.raises(UserError, match=r"checkpoint-2 holds no adapter"):
         export_run(whole, "adapter", tmp_path / "none")
+
+
+def convgpt_run(run: Path, chat: Chat) -> Path:
+    """A phase with a checkpoint of step 1, as the Trainer and `seal` write it, and `final` of step 2."""
+    net = tiny_model(chat, 1)
+    net.save_pretrained(run / "checkpoint-1")
+    chat.save(run / "checkpoint-1")
+    (run / "checkpoint-1" / "optimizer.pt").write_bytes(b"0")
+    checkpoint.seal(run / "checkpoint-1", step=1)
+    config = {"model": {"name_or_path": "runs/base"}, "seed": 0}
+    result = model_card.CardResult("held-out rows: loss", 0.5, 10)
+    data = {"path": "embedded", "kind": "messages", "licence": "generated here", "train": 9, "held_out": 1}
+    record = model_card.phase_record("phase1", config, 2, data=[data], results=[result])
+    source = ModelSection(name_or_path="x")
+    models.save(run / "final", tiny_model(chat, 2), chat, config, source=source, history=[record], phase="phase1")
+    (run / checkpoint.RUN_CONFIG).write_bytes((run / "final" / checkpoint.RUN_CONFIG).read_bytes())
+    return run
+
+
+def test_a_checkpoint_gets_what_only_the_model_of_its_run_has(tmp_path: Path, tiny_chat: Chat) -> None:
+    """The code of a ConvGPT, the settings, and the card, whose step is that of the checkpoint."""
+    run = convgpt_run(tmp_path / "run", copy.deepcopy(tiny_chat))
+    for name in ("checkpoint-1", "best-1"):
+        if name == "best-1":
+            (run / "checkpoint-1").rename(run / name)
+        out = export_run(run / name, "merged", tmp_path / name)
+        assert {each.name for each in out.iterdir()} == {each.name for each in (run / "final").iterdir()}
+        maps = [json.loads((each / "config.json").read_text())["auto_map"] for each in (out, run / "final")]
+        assert maps[0] == maps[1] and (out / models.CODE).read_bytes() == (run / "final" / models.CODE).read_bytes()
+        meta = checkpoint.verify(out)["meta"]
+        (record,) = meta["history"]
+        assert (meta["step"], record["step"], record["results"]) == (1, 1, [])
+        card: Any = ModelCard.load(out / "README.md")
+        assert "| embedded | messages | generated here | 9 | 1 |" in card.text
+        assert "held-out rows: loss" not in card.text
+        content = gather_content(out, "ana/toy")  # as `publish` does
+        assert content.size(models.CODE)
+    shutil.rmtree(run / "final")
+    (run / checkpoint.RUN_CONFIG).unlink()
+    out = export_run(run / "best-1", "merged", tmp_path / "alone")
+    assert (out / models.CODE).is_file() and not (out / "README.md").exists()
+    (out / models.CODE).write_text("# of an earlier version")
+    (out / checkpoint.MANIFEST).unlink()
+    again = export_run(out, "merged", tmp_path / "again")
+    assert (again / models.CODE).read_text() == "# of an earlier version"
+
+
+ELSEWHERE = """
+import sys
+sys.modules["posttrain"] = None  # which may be installed here: an import of it raises
+import torch
+from transformers import AutoModelForCausalLM
+net = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float32).eval()
+with torch.no_grad():
+    torch.save(net(torch.tensor([[5, 6, 7, 8]])).logits, sys.argv[2])
+"""
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_of_a_convgpt_is_loaded_without_this_project(tmp_path: Path, tiny_chat: Chat) -> None:
+    run = convgpt_run(tmp_path / "run", copy.deepcopy(tiny_chat))
+    out = export_run(run / "checkpoint-1", "merged", tmp_path / "out")
+    (tmp_path / "load.py").write_text(ELSEWHERE)
+    done = subprocess.run(
+        [sys.executable, "-I", str(tmp_path / "load.py"), str(out), str(tmp_path / "logits.pt")],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    net, ids = AutoModelForCausalLM.from_pretrained(run / "checkpoint-1"), torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        torch.testing.assert_close(torch.load(tmp_path / "logits.pt", weights_only=True), net(ids).logits)
 
 
 def test_the_default_place_may_lie_in_the_folder_that_is_copied(tmp_path: Path) -> None:

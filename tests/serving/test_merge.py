@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,7 @@ def test_checkpoints_of_a_run_have_the_history_of_its_model(stopped: Path, tmp_p
         assert card.data.tags == ["sft", "dpo", "merge", "convgpt"]
         assert card.text.count("| embedded | messages | generated here | 9 | 1 |") == 1
         assert "held-out rows: loss" in card.text
+        assert (out / models.CODE).is_file()  # which `trust_remote_code` on the card runs
     best = checkpoints[0].rename(run / "best-4")
     assert model_card.history(str(best)) == [*before, record | {"step": 4, "results": []}]
     assert model_card.history(str(best.rename(run / "copy"))) == []
@@ -265,6 +267,19 @@ def test_checkpoints_of_a_run_without_a_model_have_what_its_folder_tells(stopped
     for broken in ("model: 3", "[", "- 1"):
         (stopped / checkpoint.RUN_CONFIG).write_text(broken)
         assert model_card.history(str(stopped / "checkpoint-4")) == []
+
+
+def test_the_adapter_of_a_checkpoint_brings_the_history_of_its_run(stopped: Path, tmp_path: Path) -> None:
+    base = near(tmp_path / "base", "llama", 0)
+    for step in (4, 8):
+        net: Any = AutoModelForCausalLM.from_pretrained(base)
+        adapted = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        shutil.rmtree(stopped / f"checkpoint-{step}")
+        adapted.save_pretrained(str(stopped / f"checkpoint-{step}"))
+        checkpoint.seal(stopped / f"checkpoint-{step}", step=step)
+    out = merge_models([stopped / "checkpoint-4", stopped / "checkpoint-8"], tmp_path / "out")
+    history = checkpoint.verify(out)["meta"]["history"]
+    assert [(each["phase"], each["step"]) for each in history] == [("phase1", 3), ("phase2", 8), ("merge", 0)]
 
 
 @pytest.mark.thorough
