@@ -117,14 +117,14 @@ def good_and_bad(rows: Sequence[Record]) -> list[ShownAnswer]:
     for value, row in worse:
         by_prompt.setdefault(prompt_of(row), []).append((value, row))
     top = [row for row in top if prompt_of(row) in by_prompt] or top
-    good = min((row for row in top if (row["from"], row["env"]) == (top[0]["from"], top[0]["env"])), key=_repetition_and_length)
+    good = min((row for row in top if (row["from"], row["env"]) == (top[0]["from"], top[0]["env"])), key=_awkwardness)
     bad = min(by_prompt.get(prompt_of(good), worse), key=lambda each: each[0])[1]
     right = good["won"] is not False
     titles = ("A good answer", "A bad answer") if right else ("The highest reward", "A lower reward")
     return [shown_answer(good, titles[0]), shown_answer(bad, titles[1])]
 
 
-def _repetition_and_length(row: Record) -> tuple[bool, float, int]:
+def _awkwardness(row: Record) -> tuple[bool, float, int]:
     """Return whether an answer is given more than once, how much of it is repeated, and its length."""
     text = "\n".join(message["content"] for message in row["messages"] if message["role"] == "assistant")
     return text.count(r"\boxed") > 1, seq_rep_n(list(map(hash, text.split()))), len(text)
