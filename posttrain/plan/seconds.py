@@ -1,7 +1,8 @@
 """How many seconds does an iteration take, and how many hours a run?  A roofline model of bytes and FLOPs.
 
-The factors below are the same for every model and device. What a launch and a kernel of a graph cost on a GPU was
-measured on an H100; the other factors were not fitted to the figures that test the plan.
+The factors below are the same for every model and device. What launches cost on a GPU (of operations, of compiled
+layers, with recomputation, in a graph) and `stream` were measured on an H100; the other factors were not fitted to the
+figures that test the plan.
 """
 
 from __future__ import annotations
@@ -25,21 +26,25 @@ class Factors(NamedTuple):
     # share of the peak in products of large matrices: cuBLAS reaches 70 to 80 % with thousands of columns, and a small
     # model has hundreds. Other kernels are counted separately (`stream`), so the MFU is lower than this.
     matmul: float = 0.6
-    # share of the bandwidth in kernels that only read and write, as in a copy
-    stream: float = 0.8
+    # share of the bandwidth in kernels that only read and write: a copy reaches 80 to 90 %, and micro-batches of 16 x
+    # 2,048 tokens on an H100 took as long as this
+    stream: float = 0.7
     # share of the bandwidth in decoding: attention over a cache of unequal lengths, and on a CPU the weights as well,
     # which it arranges anew for each product of few rows. A GPU reads them as a copy does.
     decode: float = 0.5
 
 
+# Share of a CPU's peak in float32 that torch's attention reaches, forward and backward, a causal half counted: on one
+# core of an EPYC .33 to .53 in float32 and .21 to .53 in bfloat16, with heads of 32 and 64 and 305 to 1,024 tokens.
+ATTENTION_ON_CPU = 0.35
 PLAYING, LEARNING = "playing", "learning"  # kinds of work
 # What was measured takes so many times what is planned, at least and at most, by kind of device and of work: the rows
 # of `benchmarks/plan.py results` (its test compares them), and of `benchmarks/plan.py runs` for rollouts on a CPU.
 LIKELY = {
     ("gpu", PLAYING): (0.7, 1.2),
-    ("gpu", LEARNING): (0.7, 1.5),
+    ("gpu", LEARNING): (0.8, 1.4),
     ("cpu", PLAYING): (0.9, 3.2),
-    ("cpu", LEARNING): (0.8, 1.6),
+    ("cpu", LEARNING): (0.7, 1.6),
 }
 
 
@@ -76,6 +81,13 @@ EAGER = {
     "": Counts(140, 46, 46),
 }
 COMPILED, ON_CPU = Counts(74, 20, 25), Counts(92, 46, 46)
+# Launches that take as long as the call of a compiled layer, whose guards Python checks: the host of an H100 took 102
+# to 129 ms for micro-batches with as few tokens, where the launches take 85.
+CALLED = Counts(22, 11, 11)
+# How many times as long an operation takes that is launched one by one and recomputed: Python packs and unpacks each
+# tensor that torch's checkpoints save. The host of an H100 took 271 to 382 ms with recomputation and 132 to 201
+# without, where the launches alone take 214 and 161.
+RECOMPUTED = 2.5
 # What an adapter on a linear layer adds on a GPU: two products, their scale and sum, and conversions between float32
 # and bfloat16, less the gradient of the frozen weight. Counted likewise with --tuning lora, for the seven linear layers
 # of a layer: 100 to 112 operations in both passes (112 in SmolLM2's and Qwen3's), 51 to 56 in the forward pass, 4.4 to
@@ -151,31 +163,37 @@ class Cost:
         self.factors = Factors(**own)
         peak = self.device.peak if numbers.computed < FLOAT else self.device.single
         self.flops = peak * 1e12 * self.factors.matmul
+        self.attention = self.device.single * 1e12 * ATTENTION_ON_CPU if self.device.waits else self.flops
         self.stream = self.device.bandwidth * 1e9 * self.factors.stream
         self.moved = OfAToken.of(shape, numbers).moved
         self.adapted = shape.adapted / max(1, shape.layers)  # linear layers with an adapter, in one layer
         if self.device.waits:
             self.passes, self.launches = FEW, ON_CPU
         elif numbers.compiled:
-            self.passes, self.launches = FEW, COMPILED.plus(ADAPTED_COMPILED, self.adapted)
+            self.passes, self.launches = FEW, COMPILED.plus(ADAPTED_COMPILED, self.adapted).plus(CALLED, 1)
         else:
             self.passes = MANY[shape.family].plus(ADAPTED_PASSES, self.adapted)
-            self.launches = EAGER[shape.family].plus(ADAPTED, self.adapted)
+            launches = EAGER[shape.family].plus(ADAPTED, self.adapted)
+            self.launches = launches._replace(again=RECOMPUTED * launches.again)
 
     def with_launches(self, work: float, operations: float) -> float:
         """Return the seconds of work and launches: only a GPU works while the next operations are launched."""
         launches = operations * self.device.operation
         return work + launches if self.device.waits else max(work, launches)
 
+    def products(self, tokens: float, behind: float) -> float:
+        """Return the seconds of a forward pass's products in the blocks."""
+        attended = attention_flops(self.shape, tokens, behind)
+        return (forward_flops(self.shape, tokens, behind) - attended) / self.flops + attended / self.attention
+
     def reads(self, tokens: float, labels: float, behind: float, pieces: float = 1) -> float:
         """Return the seconds of forward passes in `pieces` batches.
 
         tokens: each attends to `behind` others on average. labels: tokens whose log-probs are computed.
         """
-        flops = forward_flops(self.shape, tokens, behind) + head_flops(self.shape, labels)
         moved = self.passes.forward * tokens * self.moved
         moved += self.logits[0] * labels * self.shape.vocabulary * self.numbers.computed
-        work = flops / self.flops + moved / self.stream
+        work = self.products(tokens, behind) + head_flops(self.shape, labels) / self.flops + moved / self.stream
         return self.with_launches(work, pieces * self.launches.forward * self.shape.layers)
 
     def learns(self, tokens: float, labels: float, behind: float, pieces: float = 1) -> float:
@@ -185,11 +203,11 @@ class Cost:
         """
         recomputed = self.numbers.recomputed
         times = (3 if self.numbers.full else 2) + recomputed
-        flops = times * forward_flops(self.shape, tokens, behind)
-        flops += (4 if self.numbers.full else 3) * head_flops(self.shape, labels)
+        products = times * self.products(tokens, behind)
+        products += (4 if self.numbers.full else 3) * head_flops(self.shape, labels) / self.flops
         moved = (self.passes.both + recomputed * self.passes.again) * tokens * self.moved
         moved += self.logits[1] * labels * self.shape.vocabulary * self.numbers.computed
-        work = flops / self.flops + moved / self.stream
+        work = products + moved / self.stream
         launches = self.launches.both + recomputed * self.launches.again
         return self.with_launches(work, pieces * launches * self.shape.layers)
 
@@ -233,7 +251,12 @@ def forward_flops(shape: Shape, tokens: float, behind: float) -> float:
 
     2 for each weight, and those of the products q k' and p v.
     """
-    return tokens * (2 * shape.blocks + 4 * shape.layers * shape.query * behind)
+    return 2 * tokens * shape.blocks + attention_flops(shape, tokens, behind)
+
+
+def attention_flops(shape: Shape, tokens: float, behind: float) -> float:
+    """Return the FLOPs of q k' and p v in all layers, for tokens that each attend to `behind` others on average."""
+    return 4 * tokens * shape.layers * shape.query * behind
 
 
 def head_flops(shape: Shape, labels: float) -> float:

@@ -409,9 +409,9 @@ def test_the_seconds_of_a_plain_case() -> None:
     numbers = Numbers(4, 2, "full", False, False, compiled=True)
     cost = seconds.Cost(SHAPE, numbers, Fleet(GPU._replace(operation=0.0)))
     read = 2 * 64 * 1600 * SHAPE.cache / 300e9
-    read += (2 * (SHAPE.blocks + SHAPE.top) + 32 * 64 * SHAPE.vocabulary) / 480e9
+    read += (2 * (SHAPE.blocks + SHAPE.top) + 32 * 64 * SHAPE.vocabulary) / 420e9
     assert cost.decodes(100, 64, 1600) == pytest.approx(100 * read)
-    moved = 2 * 1000 * cost.moved / 480e9
+    moved = 2 * 1000 * cost.moved / 420e9
     assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
     waiting, kernels = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU)), seconds.DECODING[SHAPE.family] * 24
     assert waiting.decodes(1, 1, 100, launched=True) == pytest.approx(kernels * GPU.operation)
@@ -443,10 +443,14 @@ def test_an_adapter_is_launched_and_keeps_the_family(name: str, family: str) -> 
             seconds.Cost(shape, Numbers(4, 2, shape_tuning, False, False, compiled=compiled), Fleet(GPU))
             for shape, shape_tuning in ((full, "full"), (lora, "lora"))
         )
-        own = seconds.COMPILED if compiled else seconds.EAGER[family]
+        own = seconds.COMPILED.plus(seconds.CALLED, 1) if compiled else seconds.EAGER[family]
         launches = own.both * lora.layers + adapter.both * lora.adapted
         assert adapted.learns(1, 0, 0) == pytest.approx(launches * GPU.operation) and launches > 60 * lora.layers
         assert adapted.learns(1, 0, 0) > 1.3 * alone.learns(1, 0, 0)
+        again = seconds.Cost(lora, Numbers(4, 2, "lora", True, False, compiled=compiled), Fleet(GPU))
+        repeated = own.again * lora.layers + adapter.again * lora.adapted
+        more = repeated * GPU.operation * (1 if compiled else seconds.RECOMPUTED)  # hooks of checkpoints are Python's
+        assert again.learns(1, 0, 0) - adapted.learns(1, 0, 0) == pytest.approx(more)
         kernels = seconds.DECODING[family] * lora.layers + seconds.DECODING_ADAPTED * lora.adapted
         assert adapted.decodes(1, 1, 1, launched=True) == pytest.approx(kernels * GPU.operation)
     cpu = Fleet(GPU._replace(waits=True))  # whose time of a layer is measured without adapters

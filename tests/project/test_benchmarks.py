@@ -415,17 +415,17 @@ def test_the_plan_is_compared_with_the_results_of_this_folder(rollout, tmp_path,
         kind = "gpu" if row["unit"] == "ms" or row["what"].endswith(("H100", "H200")) else "cpu"
         work = "playing" if row["what"].startswith(("rollout", "a decoding step")) else "learning"
         low, high = plan.seconds.LIKELY[kind, work]
-        assert row["why"] or low <= round(row["found"] / row["predicted"], 1) <= high, row["what"]
+        assert low <= round(row["found"] / row["predicted"], 1) <= high, row["what"]
+        assert 0.7 <= row["predicted"] / row["found"] <= 1.5, row["what"]
     found = {name: [] for name in ("a micro-batch", "a decoding step", "its peak")}  # on an H100
     for row in rows:
         if (name := row["what"].partition(",")[0]) in found:
             found[name].append(row["found"] / row["predicted"])
-    *micro, slowest = (f"{ratio:.1f}".lstrip("0") for ratio in sorted(found["a micro-batch"]))
+    micro = [f"{ratio:.1f}".lstrip("0") for ratio in sorted(found["a micro-batch"])]
     steps = [f"{ratio:.1f}".lstrip("0") for ratio in sorted(found["a decoding step"])]
     peaks = sorted(1 / ratio for ratio in found["its peak"])
-    said = f"micro-batches took {micro[0]} to {micro[-1]} times as long as planned (one without deterministic"
-    said += f" algorithms {slowest}), decoding steps {steps[0]} to {steps[-1]} times, and their memory was planned"
-    said += f" {peaks[0]:.2f} to {peaks[-1]:.2f} times as large as it was"
+    said = f"micro-batches took {micro[0]} to {micro[-1]} times as long as planned, decoding steps {steps[0]} to"
+    said += f" {steps[-1]} times, and their memory was planned {peaks[0]:.2f} to {peaks[-1]:.2f} times as large as it"
     assert said in " ".join((FILE.parents[1] / "docs/results.md").read_text(encoding="utf-8").split())
 
 
