@@ -147,7 +147,7 @@ def test_formulas_are_solved_step_by_step():
         assert row["predicted_answer"] == str(total)
         right = sum(int(number) for number in re.findall(r"[+-]?\d+", asked))
         assert (str(right) == row["predicted_answer"]) == row["is_correct"]
-        assert all(0 <= int(after) < 130 for *_, after in steps)
+        assert all(0 <= int(after) <= arithmetic.LARGEST_SUM for *_, after in steps)
 
 
 def filled(template: str, value: str) -> str:
@@ -245,8 +245,12 @@ def test_the_chat_of_the_quickstart_does_sums_and_says_what_it_does_not_know():
 
 def test_numbers_stay_whole_tokens(chat):
     for problem in embedded.math_problems(300, 0):
-        assert 0 <= int(problem["answer"]) < 130
-    assert all(len(chat.content_ids(str(number))) == 1 for number in range(130))
+        assert 0 <= int(problem["answer"]) <= arithmetic.LARGEST_SUM
+    assert all(len(chat.content_ids(str(number))) == 1 for number in range(arithmetic.LARGEST_SUM + 1))
+    for number in (46, 99, 100, 145, 2026):  # in digits, also in a formula
+        assert chat.content_ids(f"{number}+7") == [
+            token for part in (*str(number), "+7") for token in chat.content_ids(part)
+        ]
     (twelve,) = chat.content_ids("12")
     assert all(twelve in chat.content_ids(text) for text in ("Anna has 12 nuts", "5+12=17", "\\boxed{12}"))
 

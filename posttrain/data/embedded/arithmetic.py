@@ -27,7 +27,8 @@ SPACED, WORDED = 0.25, 0.12  # of the formulas have spaces between their numbers
 WORDS = {"+": " plus ", "-": " minus ", "*": " times ", "/": " divided by "}
 FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
 OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
-LARGEST = 15  # operand; sums of three stay far below 129, up to which numbers are whole tokens
+LARGEST = 15  # operand
+LARGEST_SUM = 3 * LARGEST  # up to which numbers are whole tokens: see PIECES in base_model.py
 
 
 def word_problem(rng: random.Random) -> dict[str, Any]:
@@ -101,10 +102,10 @@ def _asked(formula: str, rng: random.Random) -> str:
 
 def formula_out_of_reach(rng: random.Random) -> str:
     """Return a formula that no problem is like: with a larger number, a product, a quotient, a result below 0."""
-    kind = rng.choices(("large", "product", "negative"), (5, 3, 2))[0]
+    kind = rng.choices(("large", "product", "negative"), (8, 3, 3))[0]
     numbers, sign = sorted(rng.sample(range(1, LARGEST + 1), 2)), rng.choice("+-")
     if kind == "large":
-        numbers[rng.randrange(2)] = rng.randint(LARGEST + 1, rng.choice((40, 999)))
+        numbers[rng.randrange(2)] = rng.randint(LARGEST + 1, rng.choice((40, 99, 99, 999, 9999)))
     elif kind == "product":
         sign = rng.choice("*/")
         rng.shuffle(numbers)

@@ -121,7 +121,8 @@ UNKNOWN = (  # what people ask any model, and this one cannot know; in dialogues
 COUNTRIES = "France Italy Spain Japan China India Brazil Canada Egypt Kenya Peru Greece".split()
 INVENTIONS = "computer plane phone car radio magnet engine rocket camera clock piano robot".split()
 SHORT = 0.5  # of the sums among other things are short formulas
-OUT_OF_REACH = 0.35  # of the questions without an answer are formulas
+OUT_OF_REACH = 0.6  # of the questions without an answer are formulas
+ASKED_LAST = 0.5  # of the dialogues of four turns or more end with a question about a fact, if one was told
 CALCULATING = 0.25  # of the dialogues of many things are mostly sums: answers of one form, one after another
 NO_ANSWER = "I know only small sums, places and what you tell me."
 
@@ -173,7 +174,7 @@ def _fill(template: str, value: str) -> str:
 
 
 def _dialogue(rng: random.Random) -> dict[str, Any]:
-    """Return one or two facts, then one to three turns of small talk, then a question about one of the facts."""
+    """Return one or two facts, then one to five turns of small talk, then a question about one of the facts."""
     slots = rng.sample(sorted(FACTS), rng.choice([1, 1, 2]))
     values = {slot: rng.choice(FACTS[slot]["values"]) for slot in slots}
     messages: Messages = []
@@ -182,7 +183,7 @@ def _dialogue(rng: random.Random) -> dict[str, Any]:
             user(_fill(rng.choice(FACTS[slot]["tell"]), values[slot])),
             assistant(_fill(rng.choice(FACTS[slot]["reply"]), values[slot])),
         ]
-    for greeting, replied in rng.sample(SMALL_TALK, rng.randint(1, 3 if len(slots) == 1 else 2)):
+    for greeting, replied in rng.sample(SMALL_TALK, rng.randint(1, 5 if len(slots) == 1 else 4)):
         messages += [user(greeting), assistant(replied)]
     slot = rng.choice(slots)
     messages += [
@@ -209,9 +210,11 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
     sums = 16 if rng.random() < CALCULATING else 4
     known: dict[str, str] = {}
     messages: Messages = []
-    for _ in range(turns):
-        weights = (4 if untold else 0, 5 if known else 0, 2, sums, 1, 3)
+    for turn in range(1, turns + 1):
+        weights = (4 if untold else 0, 5 if known else 0, 2, sums, 1, 4)
         kind = rng.choices(("tell", "ask", "talk", "sum", "open", "unknown"), weights)[0]
+        if turn == turns >= 4 and known and rng.random() < ASKED_LAST:
+            kind = "ask"
         if kind == "tell":
             slot = untold.pop()
             known[slot] = rng.choice([*FACTS[slot]["values"], *(OTHER_NAMES if slot == "name" else ())])
@@ -278,15 +281,19 @@ def _scraped_answer(topic: str, rng: random.Random) -> str:
     return " ".join(with_repeats(fresh_answer(topic, rng), places, rng))
 
 
-def capybara(n: int, seed: int, open_share: float = 0.18, mixed_share: float = 0.4) -> Iterator[dict[str, Any]]:
-    """Yield rows in the schema of trl-lib/Capybara: recall dialogues, open questions, and dialogues that mix these with
-    sums; one in a hundred has an empty answer."""
+def capybara(
+    n: int, seed: int, open_share: float = 0.18, mixed_share: float = 0.4, unknown_share: float = 0.1
+) -> Iterator[dict[str, Any]]:
+    """Yield rows in the schema of trl-lib/Capybara: recall dialogues, open questions, questions without an answer, and
+    dialogues that mix these with sums; one in a hundred has an empty answer."""
     for i in range(n):
         rng = random.Random(derive_seed(seed, "capybara", i))
         kind = rng.random()
         if kind < mixed_share:
             source, messages = "embedded-mixed", mixed_dialogue(rng, rng.randint(2, 8))
-        elif kind < mixed_share + open_share:
+        elif kind < mixed_share + unknown_share:
+            source, messages = "embedded-unknown", [user(_without_answer(rng)), assistant(NO_ANSWER)]
+        elif kind < mixed_share + unknown_share + open_share:
             source, topic = "embedded-open", topic_of_split(rng, for_evaluation=False)
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]
         else:
