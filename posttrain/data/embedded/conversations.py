@@ -174,7 +174,7 @@ def _fill(template: str, value: str) -> str:
 
 
 def _dialogue(rng: random.Random) -> dict[str, Any]:
-    """Return one or two facts, then one to five turns of small talk, then a question about one of the facts."""
+    """Return one or two facts, then one to three turns of small talk, then a question about one of the facts."""
     slots = rng.sample(sorted(FACTS), rng.choice([1, 1, 2]))
     values = {slot: rng.choice(FACTS[slot]["values"]) for slot in slots}
     messages: Messages = []
@@ -183,7 +183,7 @@ def _dialogue(rng: random.Random) -> dict[str, Any]:
             user(_fill(rng.choice(FACTS[slot]["tell"]), values[slot])),
             assistant(_fill(rng.choice(FACTS[slot]["reply"]), values[slot])),
         ]
-    for greeting, replied in rng.sample(SMALL_TALK, rng.randint(1, 5 if len(slots) == 1 else 4)):
+    for greeting, replied in rng.sample(SMALL_TALK, rng.randint(1, 3 if len(slots) == 1 else 2)):
         messages += [user(greeting), assistant(replied)]
     slot = rng.choice(slots)
     messages += [
@@ -228,7 +228,7 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
             problem = (short_formula if rng.random() < SHORT else training_problem)(rng)
             pair = problem["question"], worked_solution(problem["steps"])
         elif kind == "unknown":
-            pair = _without_answer(rng), NO_ANSWER
+            pair = without_answer(rng), NO_ANSWER
         else:
             topic = topic_of_split(rng, for_evaluation=False)
             pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
@@ -236,7 +236,8 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
     return messages
 
 
-def _without_answer(rng: random.Random) -> str:
+def without_answer(rng: random.Random) -> str:
+    """Return a question that the model says it cannot answer: a formula out of its reach, or one about the world."""
     if rng.random() < OUT_OF_REACH:
         return formula_out_of_reach(rng)
     question = rng.choice(UNKNOWN)
@@ -292,7 +293,7 @@ def capybara(
         if kind < mixed_share:
             source, messages = "embedded-mixed", mixed_dialogue(rng, rng.randint(2, 8))
         elif kind < mixed_share + unknown_share:
-            source, messages = "embedded-unknown", [user(_without_answer(rng)), assistant(NO_ANSWER)]
+            source, messages = "embedded-unknown", [user(without_answer(rng)), assistant(NO_ANSWER)]
         elif kind < mixed_share + unknown_share + open_share:
             source, topic = "embedded-open", topic_of_split(rng, for_evaluation=False)
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]

@@ -7,31 +7,41 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.data.embedded.arithmetic import problem_of_split, training_problem, worked_solution
+from posttrain.data.embedded.arithmetic import problem_of_split, short_formula, training_problem, worked_solution
 from posttrain.data.embedded.conversations import (
     FIRST_COPY,
+    NO_ANSWER,
     OPEN_ASKS,
     SENTENCES,
     fresh_answer,
     mixed_dialogue,
     topic_of_split,
     with_repeats,
+    without_answer,
 )
 from posttrain.data.embedded.environments import early_turn, malformed
 from posttrain.data.embedded.splits import assistant, user
 from posttrain.types import derive_seed
 
 MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
-BEFORE = 0.1  # share of the training pairs about sums and open questions that come late in a dialogue
+UNKNOWN = 0.1  # share of the training pairs about questions without an answer, which would be forgotten without them
+SHORT = 0.3  # share of the training pairs about sums that are short formulas, which would be taken for these
+BEFORE = 0.1  # share of the training pairs without environments that come late in a dialogue
 
 
 def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     kind = rng.random()
-    if kind < ENV_PAIRS:
+    if not held_out and rng.random() < UNKNOWN:
+        kind, prompt, chosen = 1.0, [user(without_answer(rng))], NO_ANSWER
+        rejected = f"{NO_ANSWER} {NO_ANSWER}"  # a guess would make sums less likely where they are right, too
+    elif kind < ENV_PAIRS:
         prompt, chosen = early_turn(rng, "validation" if held_out else "train")
         rejected = malformed(chosen, rng)
     elif kind < ENV_PAIRS + MATH_PAIRS:
-        problem = problem_of_split("unseen_questions", rng) if held_out else training_problem(rng)
+        if held_out:
+            problem = problem_of_split("unseen_questions", rng)
+        else:
+            problem = (short_formula if rng.random() < SHORT else training_problem)(rng)
         prompt, chosen = [user(problem["question"])], worked_solution(problem["steps"])
         result = str(problem["steps"][-1][3])
         wrong = rng.choice([str(number) for number in problem["operands"][1:] if str(number) != result] or ["0"])
