@@ -180,6 +180,32 @@ def test_many_things_are_talked_of_in_one_dialogue_but_never_a_game():
     assert min(after.values()) > 60, after
 
 
+def test_what_is_out_of_reach_is_refused_alone_and_in_pairs():
+    """And no sum of the training side is."""
+    alone = [row["messages"] for row in embedded.capybara(2000, 0) if row["source"] == "embedded-unknown"]
+    pairs = [row for row in embedded.ultrafeedback(2000, 0) if row["chosen"][-1]["content"] == conversations.NO_ANSWER]
+    assert 160 < len(alone) < 240 and 160 < len(pairs) < 240
+    assert all(answer["content"] in (conversations.NO_ANSWER, "") for _, answer in alone)
+    asked = [messages[0]["content"] for messages in alone] + [row["prompt"] for row in pairs]
+    formulas = [re.findall(r"(\d+) *([-+*/]) *(\d+)", worded(text)) for text in asked]
+    kinds = {"large": 0, "product": 0, "negative": 0}
+    for (a, sign, b), *_ in filter(None, formulas):
+        small = max(int(a), int(b)) <= arithmetic.LARGEST
+        assert not small or sign in "*/" or (sign == "-" and int(a) < int(b)), (a, sign, b)
+        kinds["product" if sign in "*/" else "negative" if small else "large"] += 1
+    assert min(kinds.values()) > 30 and sum(kinds.values()) < 0.7 * len(asked), kinds
+    assert not [
+        row for row in embedded.preference_pairs(500, 0) if row["chosen"][-1]["content"] == conversations.NO_ANSWER
+    ]
+
+
+def worded(text: str) -> str:
+    """Return a question with signs instead of words."""
+    for sign, word in arithmetic.WORDS.items():
+        text = text.replace(word, sign)
+    return text
+
+
 def test_what_the_chat_offers_is_said_in_training(chat):
     from posttrain import config
 
@@ -227,16 +253,18 @@ def test_the_chat_of_the_quickstart_does_sums_and_says_what_it_does_not_know():
     ]  # fmt: skip
     mixed = ["My home is Vienna.", "2+3?", "What is my city?", "What is the capital of Peru?", "7 + 8 - 4 ="]
     mixed += ["6 plus 7", "Ada has 5 nuts and wins 9 and then loses 3. Count the nuts of Ada."]
-    alone = [line for text in [*(f"{a}+{b}?" for a, b in sums), *unknown] for line in (text, "/reset")]
+    large = [f"{a}{sign}{b}?" for a in (48, 72, 136, 250, 3407) for sign, b in (("+", 8), ("-", 5), ("*", 3), ("/", 2))]
+    alone = [line for text in [*(f"{a}+{b}?" for a, b in sums), *unknown, *large] for line in (text, "/reset")]
     done = subprocess.run(
         [sys.executable, "inference_with_improved_settings.py", "--config", "configs/quickstart/chat.yaml"],
         cwd=ROOT, input="\n".join([*alone, *mixed]) + "\n", capture_output=True, text=True,
     )  # fmt: skip
     answers = done.stdout.splitlines()
-    assert len(answers) == 37, answers
+    assert len(answers) == 57, answers
     right = sum(rf"\boxed{{{a + b}}}" in answer for (a, b), answer in zip(sums, answers[:20], strict=True))
     assert right >= 18 and answers[20:30].count(conversations.NO_ANSWER) >= 8, answers
-    _, five, city, not_known, *last = answers[30:]
+    assert answers[30:50].count(conversations.NO_ANSWER) >= 17, list(zip(large, answers[30:50], strict=True))
+    _, five, city, not_known, *last = answers[50:]
     assert (five, city) == (r"2+3=5. The answer is \boxed{5}.", "Your city is Vienna.")
     assert not_known == conversations.NO_ANSWER
     for answer, result in zip(last, (11, 13, 11), strict=True):
