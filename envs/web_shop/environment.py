@@ -22,8 +22,8 @@ class WebShop(TextEnv):
     """Buy what an instruction asks for: the kind of product, its attributes, options and price.
 
     ## Action space
-    Free text: `search[words]` on the search page, `click[label]` elsewhere; at most 400 characters. What the page does
-    not offer is invalid.
+    Free text: `search[words]`, also from other pages than the search page, and `click[label]`; at most 400 characters.
+    A label that the page does not have is invalid.
 
     ## Observation space
     Text: the instruction and the page; what can be clicked stands in brackets.
@@ -135,7 +135,7 @@ class WebShop(TextEnv):
         if len(action) > LONGEST or not bracket or not rest.endswith("]"):
             return None
         verb, argument = verb.strip().lower(), rest[:-1]
-        if verb == "search" and self.view.page == "search":
+        if verb == "search" and self.view.page != "bought":  # from every page, as WebShop's text environment has it
             return View("results", results=self.shop.search(argument)) if search_words(argument) else None
         if verb != "click":
             return None

@@ -214,13 +214,19 @@ def test_what_cannot_be_read_or_clicked_changes_nothing(action):
     assert not (info["action_is_valid"] or info["action_is_effective"] or info["success"])
 
 
-def test_case_and_blanks_do_not_matter_and_search_is_for_the_search_page():
+def test_case_and_blanks_do_not_matter_and_every_page_can_search():
     env = make("web_shop")
     env.reset(seed=1)
     shopping(env, "\n SEARCH [ red  boots ]\n")
-    assert not env.step("search[blue boots]")[4]["action_is_valid"]
+    found = env.view
+    shopping(env, f"click[{env.shop.products[found.results[0]].asin}]", "search[blue lamp]")
+    assert env.view == View("results", results=env.shop.search("blue lamp")) != found
+    info = env.step("search[blue lamp]")[4]
+    assert info["action_is_valid"] and not info["action_is_effective"]
     shopping(env, " Click[  back TO   search ] ")
     assert env.view.page == "search"
+    shopping(env, "search[boots]", f"click[{env.shop.products[env.shop.search('boots')[0]].asin}]", "click[Buy Now]")
+    assert env.view.page == "bought" and not env.step("search[boots]")[4]["action_is_valid"]
 
 
 # -- the reward --------------------------------------------------------------------------------------------------------
