@@ -260,9 +260,9 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
                     break
                 cfg = after
             elif text.strip():
-                if by_hand and not compare:
-                    print(f"{escape_control_characters(short_name(cfg.model.name_or_path))}> ", end="", flush=True)
                 with one_ctrl_c() as stopped:
+                    if by_hand and not compare:
+                        print(f"{escape_control_characters(short_name(cfg.model.name_or_path))}> ", end="", flush=True)
                     try:
                         reply(generator, conversation, cfg, text, number, compare=compare, stopped=stopped)
                     except DamagedModel:

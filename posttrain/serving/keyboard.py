@@ -14,11 +14,16 @@ from posttrain.serving.display import note
 
 
 def next_message(by_hand: bool) -> str:
-    """Read the next line; in a terminal all lines of a pasted text."""
+    """Read the next line; in a terminal all lines of a pasted text. "" is one that Ctrl-C stopped after its end."""
     if not by_hand:
         return input()
     text = typed_line("\nyou> ")
-    if more := pending():
+    with one_ctrl_c() as stopped:
+        more = pending()
+    if stopped():
+        note("[stopped]")
+        return ""
+    if more:
         text = f"{text}\n{more}".rstrip("\n")
         note(f"[{len(text.splitlines())} lines are taken as one message]")
     return text

@@ -985,6 +985,46 @@ def test_ctrl_c_in_the_same_instant_as_a_text_clears_it_at_once() -> None:
         os.close(ours)
 
 
+READS_MESSAGES = """
+import readline, select
+from posttrain.serving import keyboard
+at_once = select.select
+def slowly(*streams_and_seconds):
+    print("waits", flush=True)
+    return at_once(*streams_and_seconds[:3], 1)
+select.select = slowly
+with keyboard.ctrl_c_keeps_what_was_typed():
+    while True:
+        print("read", repr(keyboard.next_message(True)), flush=True)
+"""
+
+
+def test_ctrl_c_right_after_a_message_drops_it_and_leaves_nothing() -> None:
+    """While the chat still waits for the rest of a pasted text."""
+    ours, theirs = pty.openpty()
+    started = subprocess.Popen(
+        [sys.executable, "-c", READS_MESSAGES], cwd=ROOT, env={**os.environ, "TERM": "xterm"}, stdin=theirs,
+        stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=lambda: _take(theirs),
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        heard = Listener(ours)
+        for text in ("first", "second"):
+            heard.until("you> ")
+            os.write(ours, f"{text}\n".encode())
+            heard.until("waits")
+            os.write(ours, b"\x03")
+            heard.until("[stopped]")
+            heard.until("read ''")
+        heard.until("you> ")
+        os.write(ours, b"third\n")
+        heard.until("read 'third'")
+    finally:
+        started.kill()
+        started.wait()
+        os.close(ours)
+
+
 def _take(terminal: int) -> None:
     """Make this terminal the one whose Ctrl-C reaches the process."""
     import fcntl
