@@ -81,12 +81,11 @@ EAGER = {
     "": Counts(140, 46, 46),
 }
 COMPILED, ON_CPU = Counts(74, 20, 25), Counts(92, 46, 46)
-# Launches that take as long as the call of a compiled layer, whose guards Python checks: the host of an H100 took 102
-# to 129 ms for micro-batches with as few tokens, where the launches take 85.
+# Launches that take as long as what else the call of a compiled layer costs: the host of an H100 took 102 to 129 ms for
+# micro-batches of few tokens, where the launches take 85.
 CALLED = Counts(22, 11, 11)
-# How many times as long an operation takes that is launched one by one and recomputed: Python packs and unpacks each
-# tensor that torch's checkpoints save. The host of an H100 took 271 to 382 ms with recomputation and 132 to 201
-# without, where the launches alone take 214 and 161.
+# How many times as long an operation takes to launch that is recomputed, where layers are not compiled: the host of an
+# H100 took 271 to 382 ms with recomputation and 132 to 201 without, where the launches alone take 214 and 161.
 RECOMPUTED = 2.5
 # What an adapter on a linear layer adds on a GPU: two products, their scale and sum, and conversions between float32
 # and bfloat16, less the gradient of the frozen weight. Counted likewise with --tuning lora, for the seven linear layers

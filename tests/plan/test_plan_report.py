@@ -449,7 +449,7 @@ def test_an_adapter_is_launched_and_keeps_the_family(name: str, family: str) -> 
         assert adapted.learns(1, 0, 0) > 1.3 * alone.learns(1, 0, 0)
         again = seconds.Cost(lora, Numbers(4, 2, "lora", True, False, compiled=compiled), Fleet(GPU))
         repeated = own.again * lora.layers + adapter.again * lora.adapted
-        more = repeated * GPU.operation * (1 if compiled else seconds.RECOMPUTED)  # hooks of checkpoints are Python's
+        more = repeated * GPU.operation * (1 if compiled else seconds.RECOMPUTED)
         assert again.learns(1, 0, 0) - adapted.learns(1, 0, 0) == pytest.approx(more)
         kernels = seconds.DECODING[family] * lora.layers + seconds.DECODING_ADAPTED * lora.adapted
         assert adapted.decodes(1, 1, 1, launched=True) == pytest.approx(kernels * GPU.operation)
