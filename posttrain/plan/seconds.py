@@ -26,8 +26,7 @@ class Factors(NamedTuple):
     # share of the peak in products of large matrices: cuBLAS reaches 70 to 80 % with thousands of columns, and a small
     # model has hundreds. Other kernels are counted separately (`stream`), so the MFU is lower than this.
     matmul: float = 0.6
-    # share of the bandwidth in kernels that only read and write: a copy reaches 80 to 90 %, and micro-batches of 16 x
-    # 2,048 tokens on an H100 took as long as this
+    # share of the bandwidth in kernels that only read and write: by micro-batches of 16 x 2,048 tokens on an H100
     stream: float = 0.7
     # share of the bandwidth in decoding: attention over a cache of unequal lengths, and on a CPU the weights as well,
     # which it arranges anew for each product of few rows. A GPU reads them as a copy does.

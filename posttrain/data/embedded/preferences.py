@@ -32,7 +32,8 @@ BEFORE = 0.1  # share of the training pairs without environments that come late 
 def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     kind = rng.random()
     if not held_out and rng.random() < UNKNOWN:
-        kind, prompt, chosen = 1.0, [user(without_answer(rng))], NO_ANSWER
+        kind = 1.0  # not about environments
+        prompt, chosen = [user(without_answer(rng))], NO_ANSWER
         rejected = f"{NO_ANSWER} {NO_ANSWER}"  # a guess would make sums less likely where they are right, too
     elif kind < ENV_PAIRS:
         prompt, chosen = early_turn(rng, "validation" if held_out else "train")
