@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from posttrain.data.embedded.arithmetic import (
@@ -173,9 +174,13 @@ def _fill(template: str, value: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _dialogue(rng: random.Random) -> dict[str, Any]:
-    """Return one or two facts, then one to three turns of small talk, then a question about one of the facts."""
-    slots = rng.sample(sorted(FACTS), rng.choice([1, 1, 2]))
+def _dialogue(rng: random.Random, between: int = 3, others: float = 0.0) -> dict[str, Any]:
+    """Return one or two facts, then at most `between` turns, then a question about one of the facts.
+
+    The turns between are small talk, or with the chance `others` a sum or a question without an answer. There is one
+    less of them after two facts. A name is told twice as often as another fact: there are more names than cities.
+    """
+    slots = list(dict.fromkeys(rng.sample(["name", *sorted(FACTS)], rng.choice([1, 1, 2]))))
     values = {slot: rng.choice(FACTS[slot]["values"]) for slot in slots}
     messages: Messages = []
     for slot in slots:
@@ -183,8 +188,10 @@ def _dialogue(rng: random.Random) -> dict[str, Any]:
             user(_fill(rng.choice(FACTS[slot]["tell"]), values[slot])),
             assistant(_fill(rng.choice(FACTS[slot]["reply"]), values[slot])),
         ]
-    for greeting, replied in rng.sample(SMALL_TALK, rng.randint(1, 3 if len(slots) == 1 else 2)):
-        messages += [user(greeting), assistant(replied)]
+    for pair in rng.sample(SMALL_TALK, rng.randint(1, between if len(slots) == 1 else between - 1)):
+        if rng.random() < others:
+            pair = _sum(rng, short=1) if rng.random() < 0.5 else (without_answer(rng), NO_ANSWER)
+        messages += [user(pair[0]), assistant(pair[1])]
     slot = rng.choice(slots)
     messages += [
         user(rng.choice(FACTS[slot]["ask"])),
@@ -225,8 +232,7 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
         elif kind == "talk":
             pair = rng.choice((*SMALL_TALK, *GREETINGS))
         elif kind == "sum":
-            problem = (short_formula if rng.random() < SHORT else training_problem)(rng)
-            pair = problem["question"], worked_solution(problem["steps"])
+            pair = _sum(rng, SHORT)
         elif kind == "unknown":
             pair = without_answer(rng), NO_ANSWER
         else:
@@ -234,6 +240,12 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
             pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
         messages += [user(pair[0]), assistant(pair[1])]
     return messages
+
+
+def _sum(rng: random.Random, short: float) -> tuple[str, str]:
+    """Return a sum and its solution: a short formula with the chance `short`, else a problem of the training side."""
+    problem = (short_formula if rng.random() < short else training_problem)(rng)
+    return problem["question"], worked_solution(problem["steps"])
 
 
 def without_answer(rng: random.Random) -> str:
@@ -299,7 +311,8 @@ def capybara(
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]
         else:
             source = "embedded-recall"
-            messages = first_accepted(_dialogue, lambda d: not _dialogue_held_out(d), rng)["messages"]
+            recall = partial(_dialogue, between=5, others=0.5)
+            messages = first_accepted(recall, lambda d: not _dialogue_held_out(d), rng)["messages"]
         if rng.random() < 0.01:
             messages[-1] = assistant("")
         yield {"source": source, "messages": messages, "num_turns": len(messages) // 2}

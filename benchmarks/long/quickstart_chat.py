@@ -1,0 +1,143 @@
+"""What does the quickstart's model get right in a conversation?  A table for docs/results.md, a column a model.
+
+    make quickstart
+    python benchmarks/long/quickstart_chat.py runs/quickstart/phase3/final
+
+Minutes a model. Its own greedy answers stay in the conversation. A row counts the conversations whose answers to the
+questions at the end are all right, to the letter of the data's answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from posttrain.config import ModelSection
+from posttrain.data.embedded.arithmetic import LOSSES, NAMES, OTHER_NAMES, THINGS
+from posttrain.data.embedded.conversations import FACTS, NO_ANSWER, SMALL_TALK
+from posttrain.models import load
+from posttrain.serving import Conversation, Generator
+from posttrain.serving.conversation import Exchange
+from posttrain.types import SamplingParams, derive_seed
+
+Turn = tuple[str, str | None]  # a message, and the answer or its end where it is counted
+UNKNOWN = (  # none of them is in the data
+    "What is the capital of Norway?", "Where is Portugal?", "Who wrote Hamlet?", "How does a train work?",
+    "Explain the rainbow.", "Who invented the telephone?", "What year is it?", "Why is the grass green?",
+    "How many people live in Chile?", "Write a Python function.", "Who painted it?", "What is a rainbow?",
+)  # fmt: skip
+
+
+def boxed(result: int) -> str:
+    return rf"\boxed{{{result}}}."
+
+
+def fact(rng: random.Random, slot: str) -> tuple[Turn, Turn]:
+    """Return the message that tells a fact, and the question for it."""
+    value = rng.choice(FACTS[slot]["values"])
+    told, asked = (rng.choice(FACTS[slot][part]).format(v=value) for part in ("tell", "ask"))
+    return (told, None), (asked, FACTS[slot]["answer"][0].format(v=value))
+
+
+def addition(rng: random.Random, form: str = "{a}+{b}?") -> Turn:
+    a, b = rng.randint(1, 15), rng.randint(1, 15)
+    return form.format(a=a, b=b), boxed(a + b)
+
+
+def story(rng: random.Random) -> Turn:
+    a, b = rng.randint(2, 15), rng.randint(2, 15)
+    c, name, thing = rng.randint(1, 14), rng.choice((*NAMES, *OTHER_NAMES)), rng.choice(THINGS)
+    c = min(c, a + b - 1)
+    asked = f"{name} has {a} {thing} and gets {b} and then {rng.choice(LOSSES)} {c}. Count the {thing} of {name}."
+    return asked, boxed(a + b - c)
+
+
+def others(rng: random.Random, n: int) -> list[Turn]:
+    """Return n messages about other things, which are not counted."""
+    kinds = rng.choices(("talk", "sum", "unknown"), k=n)
+    made = {
+        "talk": lambda: rng.choice(SMALL_TALK)[0],
+        "sum": lambda: addition(rng)[0],
+        "unknown": lambda: rng.choice(UNKNOWN),
+    }
+    return [(made[kind](), None) for kind in kinds]
+
+
+def asked_later(rng: random.Random, slot: str, *distances: int) -> list[Turn]:
+    """Return a conversation in which a fact is told and asked for again after each number of other messages."""
+    told, asked = fact(rng, slot)
+    return [told, *(turn for n in distances for turn in (*others(rng, n), asked))]
+
+
+def out_of_reach(rng: random.Random, low: int, high: int) -> Turn:
+    numbers = [rng.randint(low, high), rng.randint(1, 15)]
+    rng.shuffle(numbers)
+    sign = rng.choice("+-") if numbers[0] > numbers[1] else "+"
+    return f"{numbers[0]}{sign}{numbers[1]}?", NO_ANSWER
+
+
+def product(rng: random.Random) -> Turn:
+    return f"{rng.randint(2, 15)}{rng.choice('*/')}{rng.randint(2, 15)}?", NO_ANSWER
+
+
+def below_zero(rng: random.Random) -> Turn:
+    low, high = sorted(rng.sample(range(1, 16), 2))
+    return f"{low}-{high}?", NO_ANSWER
+
+
+KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
+    "a sum": lambda rng: [addition(rng)],
+    "five sums in a row": lambda rng: [addition(rng) for _ in range(5)],
+    "a sum in words after two others": lambda rng: [*others(rng, 2), addition(rng, "{a} plus {b}")],
+    "a story of two steps": lambda rng: [story(rng)],
+    "a story of two steps after four others": lambda rng: [*others(rng, 4), story(rng)],
+    "a city after one other": lambda rng: asked_later(rng, "city", 1),
+    "a city after four others": lambda rng: asked_later(rng, "city", 4),
+    "the same, asked again four later": lambda rng: asked_later(rng, "city", 4, 4),
+    "a name after one other": lambda rng: asked_later(rng, "name", 1),
+    "a name after four others": lambda rng: asked_later(rng, "name", 4),
+    "a pet after eight others": lambda rng: asked_later(rng, "pet", 8),
+    "refused: a question about the world": lambda rng: [(rng.choice(UNKNOWN), NO_ANSWER)],
+    "the same after three others": lambda rng: [*others(rng, 3), (rng.choice(UNKNOWN), NO_ANSWER)],
+    "refused: a sum with a number from 46 to 99": lambda rng: [out_of_reach(rng, 46, 99)],
+    "the same after three others ": lambda rng: [*others(rng, 3), out_of_reach(rng, 46, 99)],
+    "refused: from 100 to 999": lambda rng: [out_of_reach(rng, 100, 999)],
+    "refused: from 1,000 to 9,999": lambda rng: [out_of_reach(rng, 1000, 9999)],
+    "refused: a product or quotient": lambda rng: [product(rng)],
+    "refused: a result below 0": lambda rng: [below_zero(rng)],
+}
+
+
+def right(generator: Generator, turns: list[Turn]) -> bool:
+    """Hold the conversation; return whether each answer that is counted is right."""
+    talk = Conversation(generator.chat, generator.context, max_new_tokens=128)
+    greedy, good = SamplingParams(max_new_tokens=128, temperature=0.0), True
+    for message, expected in turns:
+        answer = generator.answer(talk.prompt(message), greedy, seed=0)
+        text = "".join(answer)
+        talk.exchanges.append(Exchange(message, answer.written, answer.finished, text))
+        good &= expected is None or text.endswith(expected)
+    return good
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--n", type=int, default=60, help="conversations of each kind (default: %(default)s)")
+    given = parser.parse_args()
+    sections = [ModelSection(name_or_path=model, dtype="float32") for model in given.models]
+    generators = [Generator(*load(each, device="cpu", chat_template=None, training=False)) for each in sections]
+    print(f"| right of {given.n} | " + " | ".join(given.models) + " |")
+    print("| --- |" + " --: |" * len(generators))
+    for kind, make in KINDS.items():
+        talks = [make(random.Random(derive_seed(0, kind, i))) for i in range(given.n)]
+        counts = [sum(right(generator, turns) for turns in talks) for generator in generators]
+        print(f"| {kind} | " + " | ".join(map(str, counts)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
