@@ -271,11 +271,31 @@ def test_the_chat_of_the_quickstart_does_sums_and_says_what_it_does_not_know():
         assert answer.endswith(rf"\boxed{{{result}}}."), last
 
 
+@pytest.mark.slow
+def test_the_chat_of_the_quickstart_remembers_after_six_other_messages():
+    """Of the models that `make quickstart` has left here: names and cities, a conversation each."""
+    if not checkpoint.is_whole(ROOT / "runs/quickstart/phase3/final"):
+        pytest.skip("needs the models of `make quickstart`")
+    between = ["How are you?", "7+6?", "What is the capital of Peru?", "I am tired.", "12-5?", "Thank you."]
+    lines, expected = [], []
+    for fact in (conversations.FACTS["name"], conversations.FACTS["city"]):
+        for value in fact["values"][:8]:
+            lines += [fact["tell"][2].format(v=value), *between, fact["ask"][0], "/reset"]
+            expected.append(fact["answer"][0].format(v=value))
+    done = subprocess.run(
+        [sys.executable, "inference_with_improved_settings.py", "--config", "configs/quickstart/chat.yaml"],
+        cwd=ROOT, input="\n".join(lines) + "\n", capture_output=True, text=True,
+    )  # fmt: skip
+    recalled = done.stdout.splitlines()[7::8]
+    right = sum(said == answer for said, answer in zip(recalled, expected, strict=True))
+    assert right >= 14, list(zip(recalled, expected, strict=True))
+
+
 def test_numbers_stay_whole_tokens(chat):
     for problem in embedded.math_problems(300, 0):
         assert 0 <= int(problem["answer"]) <= arithmetic.LARGEST_SUM
-    assert all(len(chat.content_ids(str(number))) == 1 for number in range(arithmetic.LARGEST_SUM + 1))
-    for number in (46, 99, 100, 145, 2026):  # in digits, also in a formula
+    assert all(len(chat.content_ids(str(number))) == 1 for number in range(100))
+    for number in (100, 145, 2026):  # in digits, also in a formula
         assert chat.content_ids(f"{number}+7") == [
             token for part in (*str(number), "+7") for token in chat.content_ids(part)
         ]

@@ -28,7 +28,7 @@ WORDS = {"+": " plus ", "-": " minus ", "*": " times ", "/": " divided by "}
 FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
 OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
 LARGEST = 15  # operand
-LARGEST_SUM = 3 * LARGEST  # up to which numbers are whole tokens: see PIECES in base_model.py
+LARGEST_SUM = 3 * LARGEST
 
 
 def word_problem(rng: random.Random) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def formula_out_of_reach(rng: random.Random) -> str:
     kind = rng.choices(("large", "product", "negative"), (8, 3, 3))[0]
     numbers, sign = sorted(rng.sample(range(1, LARGEST + 1), 2)), rng.choice("+-")
     if kind == "large":
-        numbers[rng.randrange(2)] = rng.randint(LARGEST + 1, rng.choice((40, 99, 99, 999, 9999)))
+        numbers[rng.randrange(2)] = rng.randint(LARGEST + 1, rng.choice((99, 99, 99, 999, 9999)))
     elif kind == "product":
         sign = rng.choice("*/")
         rng.shuffle(numbers)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.embedded.arithmetic import LARGEST_SUM, openmathinstruct
+from posttrain.data.embedded.arithmetic import openmathinstruct
 from posttrain.data.embedded.conversations import capybara
 from posttrain.data.embedded.environments import TOY, TOY_STYLE, demonstrations
 from posttrain.types import derive_seed
@@ -16,12 +16,10 @@ VOCABULARY = 1024
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # A role name keeps its line break and a word its leading space, also its trailing one before a number: so a number is
-# the same token in "has 12", "12+5" and "{12}", and sums need to be learnt once. Numbers above 45, the largest sum, are
-# split into digits: two digits in a row say that a number is too large, also one that no row has.
-PIECES = (
-    r"(?:system|user|assistant)\n| ?\p{L}+ (?=\d)| ?\p{L}+|(?<!\d)(?:[1-3]?\d|4[0-5])(?!\d)|\d"
-    r"| ?[^\s\p{L}\d]+|\s"
-)
+# the same token in "has 12", "12+5" and "{12}", and sums need to be learnt once. Larger numbers are split into digits:
+# two of them in a row say that a number is too large, also one that no row has.
+PIECES = r"(?:system|user|assistant)\n| ?\p{L}+ (?=\d)| ?\p{L}+|(?<!\d)\d\d?(?!\d)|\d| ?[^\s\p{L}\d]+|\s"
+WHOLE_NUMBERS = 100  # below this a number is one token
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=256,  # a 16 x 16 square, pooled to a decoder of width 64
@@ -32,13 +30,13 @@ SHAPE: dict[str, Any] = dict(
     intermediate_size=192,
     max_position_embeddings=1024,
     initializer_range=0.06,  # 0.02 is small at this width: learning then starts late
-    rope_theta=100.0,
+    rope_theta=1000.0,  # of 100 no pair turns slowly enough to find a fact a hundred tokens back
     tie_word_embeddings=False,  # tied embeddings need scale_up, which would be most of the parameters
 )
 
 
 def _texts(seed: int) -> Iterator[str]:
-    """Yield the tokenizer's training texts: a sample of all generated data, and the numbers up to 45."""
+    """Yield the tokenizer's training texts: a sample of all generated data, and the numbers that are one token."""
     import envs
 
     for row in openmathinstruct(2000, seed):
@@ -49,7 +47,7 @@ def _texts(seed: int) -> Iterator[str]:
     for name, _ in TOY:  # not all there are: an environment that is added makes no other tokenizer
         actions = envs.make(name).actions or ()
         yield from actions * 2000  # an action begins an answer there and follows a word elsewhere
-    yield from [str(number) for number in range(LARGEST_SUM + 1)] * 400
+    yield from [str(number) for number in range(WHOLE_NUMBERS)] * 400
 
 
 def build_base(folder: str | Path, seed: int = 0) -> Path:

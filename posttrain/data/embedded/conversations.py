@@ -311,7 +311,7 @@ def capybara(
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]
         else:
             source = "embedded-recall"
-            recall = partial(_dialogue, between=5, others=0.5)
+            recall = partial(_dialogue, between=9, others=0.5)
             messages = first_accepted(recall, lambda d: not _dialogue_held_out(d), rng)["messages"]
         if rng.random() < 0.01:
             messages[-1] = assistant("")
