@@ -43,8 +43,9 @@ LEVELS = 256
 # No token crosses the border of one of these: so every cell, every number below 1000 and every word is a token.
 PIECES = r"(?:system|user|assistant)\n| ?\p{Lu}?\p{Ll}+| ?\p{Lu}| ?\d{1,3}| ?[^\s\p{L}\d]+|\s"
 VOCABULARY = 512
-SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+SMALL: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
 SMALL |= {"head_dim": 16, "intermediate_size": 192, "max_position_embeddings": 512}  # a decoder of width 64
+SMALL |= {"rope_theta": 100.0}
 LARGER = SMALL | {"hidden_size": 576, "head_dim": 36, "intermediate_size": 432}  # of width 144
 
 
@@ -63,7 +64,7 @@ class Game(NamedTuple):
     name: str
     options: dict[str, Any]
     thought: str  # of `posttrain env demos`
-    shape: dict[str, int]
+    shape: dict[str, Any]
     published: Published | None = None
     player: str = "expert:0.85,random:0.15"
     episodes: int = 16_000  # of demonstrations

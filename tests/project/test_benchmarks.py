@@ -8,9 +8,11 @@ import inspect
 import itertools
 import json
 import math
+import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -752,6 +754,35 @@ def test_every_method_of_the_forgetting_benchmark_is_a_run(capsys: pytest.Captur
     results = FILE.parent / "results"
     forgetting.show(*(forgetting.read_rows(results / name) for name in ("forgetting.jsonl", "forgetting-alone.jsonl")))
     assert capsys.readouterr().out in (FILE.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_conversations_of_the_quickstart_are_counted_by_their_answers(tiny_chat: Any) -> None:
+    asked = loaded(FILE.parent / "long" / "quickstart_chat.py")
+    for kind, make in asked.KINDS.items():
+        for seed in range(20):
+            turns = make(random.Random(seed))
+            assert turns[-1][1] is not None, kind
+            for message, expected in turns:
+                if re.fullmatch(r"[\d+]+\?", message) and expected not in (None, asked.NO_ANSWER):
+                    assert expected == asked.boxed(sum(map(int, message[:-1].split("+"))))
+    told, five, question = asked.asked_later(random.Random(0), "city", 1)
+    answers: list[str] = []
+    stub = SimpleNamespace(chat=tiny_chat, context=4096, answer=lambda *_, **__: Spoken(answers.pop(0)))
+    for last, right in ((question[1], True), ("Your city is nowhere.", False)):
+        answers[:] = ["Hello.", "Hello.", last]
+        assert asked.right(stub, [told, five, question]) is right and not answers
+
+
+class Spoken:
+    """An answer of a model, in one piece."""
+
+    finished = True
+
+    def __init__(self, text: str) -> None:
+        self.text, self.written = text, [1]
+
+    def __iter__(self) -> Iterator[str]:
+        yield self.text
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ WORDS = {"+": " plus ", "-": " minus ", "*": " times ", "/": " divided by "}
 FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
 OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
 LARGEST = 15  # operand
-LARGEST_SUM = 3 * LARGEST
 
 
 def word_problem(rng: random.Random) -> dict[str, Any]:

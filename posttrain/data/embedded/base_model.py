@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = dict(
     intermediate_size=192,
     max_position_embeddings=1024,
     initializer_range=0.06,  # 0.02 is small at this width: learning then starts late
-    rope_theta=1000.0,  # of 100 no pair turns slowly enough to find a fact a hundred tokens back
+    rope_theta=1000.0,  # with 100 it confuses what was told a few messages before
     tie_word_embeddings=False,  # tied embeddings need scale_up, which would be most of the parameters
 )
 
