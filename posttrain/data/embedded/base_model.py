@@ -16,8 +16,8 @@ VOCABULARY = 1024
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # A role name keeps its line break and a word its leading space, also its trailing one before a number: so a number is
-# the same token in "has 12", "12+5" and "{12}", and sums need to be learnt once. Larger numbers are split into digits:
-# two of them in a row say that a number is too large, also one that no row has.
+# the same token in "has 12", "12+5" and "{12}", and sums need to be learnt once. Numbers above 99 are split into
+# digits: two of them in a row say that a number is too large, also one that no row has.
 PIECES = r"(?:system|user|assistant)\n| ?\p{L}+ (?=\d)| ?\p{L}+|(?<!\d)\d\d?(?!\d)|\d| ?[^\s\p{L}\d]+|\s"
 WHOLE_NUMBERS = 100  # below this a number is one token
 
