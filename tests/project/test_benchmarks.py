@@ -35,6 +35,7 @@ from posttrain.config.dpo import DPORun
 from posttrain.config.loading import resolve
 from posttrain.config.sft import SFTRun
 from posttrain.config.starpo import StarPORun
+from posttrain.data.embedded.conversations import without_answer
 from posttrain.models import row_attention
 from posttrain.plan import seconds as planned_seconds
 from posttrain.rollout.engines.replay import ReplaySampler
@@ -765,6 +766,8 @@ def test_the_conversations_of_the_quickstart_are_counted_by_their_answers(tiny_c
             for message, expected in turns:
                 if re.fullmatch(r"[\d+]+\?", message) and expected not in (None, asked.NO_ANSWER):
                     assert expected == asked.boxed(sum(map(int, message[:-1].split("+"))))
+    in_the_data = {without_answer(random.Random(seed)) for seed in range(3000)}
+    assert in_the_data.isdisjoint(asked.UNKNOWN)
     told, five, question = asked.asked_later(random.Random(0), "city", 1)
     answers: list[str] = []
     stub = SimpleNamespace(chat=tiny_chat, context=4096, answer=lambda *_, **__: Spoken(answers.pop(0)))
