@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from posttrain.config import ModelSection
 from posttrain.data.embedded.arithmetic import LOSSES, NAMES, OTHER_NAMES, THINGS
-from posttrain.data.embedded.conversations import FACTS, NO_ANSWER, SMALL_TALK
+from posttrain.data.embedded.conversations import FACTS, GREETINGS, NO_ANSWER, SMALL_TALK
 from posttrain.models import load
 from posttrain.serving import Conversation, Generator
 from posttrain.serving.conversation import Exchange
@@ -89,10 +89,36 @@ def below_zero(rng: random.Random) -> Turn:
     return f"{low}-{high}?", NO_ANSWER
 
 
+def untold(rng: random.Random) -> tuple[str, str]:
+    """Return the question for a fact, and that there is no answer."""
+    return rng.choice(FACTS[rng.choice(sorted(FACTS))]["ask"]), NO_ANSWER
+
+
+def untold_beside(rng: random.Random) -> list[Turn]:
+    told, asked = rng.sample(sorted(FACTS), 2)
+    return [fact(rng, told)[0], *others(rng, 2), (rng.choice(FACTS[asked]["ask"]), NO_ANSWER)]
+
+
+def corrected(rng: random.Random, slot: str) -> list[Turn]:
+    """Return a conversation in which a fact is told, and after two other messages another value of it."""
+    (first, _), (then, asked) = fact(rng, slot), fact(rng, slot)
+    return [first, *others(rng, 2), then, *others(rng, 1), asked]
+
+
+def greeting(rng: random.Random) -> list[Turn]:
+    said, answer = rng.choice(GREETINGS)
+    return [(said.lower(), answer)]
+
+
 KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "a sum": lambda rng: [addition(rng)],
     "five sums in a row": lambda rng: [addition(rng) for _ in range(5)],
     "a sum in words after two others": lambda rng: [*others(rng, 2), addition(rng, "{a} plus {b}")],
+    "What's 2+3?": lambda rng: [addition(rng, "What's {a}+{b}?")],
+    "hi, 2+3?": lambda rng: [addition(rng, "hi, {a}+{b}?")],
+    "Calculate 2+3.": lambda rng: [addition(rng, "Calculate {a}+{b}.")],
+    "What is the sum of 2 and 3?": lambda rng: [addition(rng, "What is the sum of {a} and {b}?")],
+    "a sum with 0": lambda rng: [(f"{(a := rng.randint(1, 15))}{rng.choice('+-')}0?", boxed(a))],
     "a story of two steps": lambda rng: [story(rng)],
     "a story of two steps after four others": lambda rng: [*others(rng, 4), story(rng)],
     "a city after one other": lambda rng: asked_later(rng, "city", 1),
@@ -101,6 +127,10 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "a city after eight others": lambda rng: asked_later(rng, "city", 8),
     "a name after one other": lambda rng: asked_later(rng, "name", 1),
     "a name after eight others": lambda rng: asked_later(rng, "name", 8),
+    "a city told anew": lambda rng: corrected(rng, "city"),
+    "a greeting in small letters": greeting,
+    "refused: a fact that was not told": lambda rng: [untold(rng)],
+    "refused: the same where another fact was told": untold_beside,
     "refused: a question about the world": lambda rng: [(rng.choice(UNKNOWN), NO_ANSWER)],
     "refused after three others: the same": lambda rng: [*others(rng, 3), (rng.choice(UNKNOWN), NO_ANSWER)],
     "refused: a sum with a number from 46 to 99": lambda rng: [out_of_reach(rng, 46, 99)],

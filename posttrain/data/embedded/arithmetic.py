@@ -22,7 +22,11 @@ ASKS = (
 # Training problems that no evaluation asks, in the few words of people who try a model: formulas, in which each step is
 # practised for few tokens, and word problems about other people, half of them with a short question. With their shares.
 FORMULAS, OTHER_PEOPLE = 0.22, 0.2
-FORMULA_ASKS = ("What is {s}?", "How much is {s}?", "{s}=?", "{s}?", "{s}=", "{s}")
+FORMULA_ASKS = (
+    "What is {s}?", "How much is {s}?", "{s}=?", "{s}?", "{s}=", "{s}", "What's {s}?", "what is {s}?", "Hi, {s}?",
+    "Compute {s}.", "Calculate {s}.", "Please calculate {s}.", "Can you do {s}?",
+)  # fmt: skip
+SUM_OF = 0.15  # of the sums of two numbers are asked for as "What is the sum of 2 and 3?"
 SPACED, WORDED = 0.25, 0.12  # of the formulas have spaces between their numbers and signs, or words for the signs
 WORDS = {"+": " plus ", "-": " minus ", "*": " times ", "/": " divided by "}
 FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
@@ -78,11 +82,11 @@ def short_formula(rng: random.Random) -> dict[str, Any]:
 
 def _formula(rng: random.Random, longest: int = 8) -> dict[str, Any]:
     """Return a problem of up to `longest` operations without a story, in the form of `word_problem`."""
-    start = total = rng.randint(1, LARGEST)
+    start = total = rng.randint(0, LARGEST)
     text, steps, signs, operands = str(start), [], "", [start]
     for _ in range(rng.randint(1, longest)):
         sign = "+" if total == 0 else "-" if total > LARGEST else rng.choice("+-")
-        other = rng.randint(1, LARGEST if sign == "+" else min(LARGEST, total))
+        other = rng.randint(0, LARGEST if sign == "+" else min(LARGEST, total))
         result = total + other if sign == "+" else total - other
         text += f"{sign}{other}"
         steps.append((total, sign, other, result))
@@ -93,6 +97,8 @@ def _formula(rng: random.Random, longest: int = 8) -> dict[str, Any]:
 
 def _asked(formula: str, rng: random.Random) -> str:
     """Return the question for the value of a formula."""
+    if rng.random() < SUM_OF and (both := re.fullmatch(r"(\d+)\+(\d+)", formula)):
+        return f"What is the sum of {both[1]} and {both[2]}?"
     if (kind := rng.random()) < WORDED:
         formula = re.sub("[-+*/]", lambda sign: WORDS[sign[0]], formula)
     question = rng.choice(FORMULA_ASKS).format(s=formula)

@@ -121,6 +121,7 @@ UNKNOWN = (  # what people ask any model, and this one cannot know; in dialogues
 )
 COUNTRIES = "France Italy Spain Japan China India Brazil Canada Egypt Kenya Peru Greece".split()
 INVENTIONS = "computer plane phone car radio magnet engine rocket camera clock piano robot".split()
+SMALL_LETTER = 0.2  # of what is said and asked among other things begins with one
 SHORT = 0.5  # of the sums among other things are short formulas
 OUT_OF_REACH = 0.6  # of the questions without an answer are formulas
 ASKED_LAST = 0.5  # of the dialogues of four turns or more end with a question about a fact, if one was told
@@ -207,9 +208,15 @@ def _dialogue_held_out(dialogue: dict[str, Any]) -> bool:
 def mixed_dialogue(rng: random.Random, turns: int) -> Messages:
     """Return a dialogue of facts told and asked for, small talk, sums, open questions and others without an answer.
 
-    No part of it, from its beginning to a question about a fact, is a held-out dialogue.
+    No part of it, from its beginning to a question about a fact, is a held-out dialogue, nor is one of them with small
+    first letters, which some of its questions have.
     """
-    return first_accepted(lambda rng: _mixed(rng, turns), lambda messages: not _has_held_out(messages), rng)
+    messages = first_accepted(lambda rng: _mixed(rng, turns), lambda messages: not _has_held_out(messages), rng)
+    for message in messages:
+        text = message["content"]
+        if message["role"] == "user" and rng.random() < SMALL_LETTER:
+            message["content"] = text[0].lower() + text[1:]
+    return messages
 
 
 def _mixed(rng: random.Random, turns: int) -> Messages:
@@ -218,8 +225,8 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
     known: dict[str, str] = {}
     messages: Messages = []
     for turn in range(1, turns + 1):
-        weights = (4 if untold else 0, 5 if known else 0, 2, sums, 1, 4)
-        kind = rng.choices(("tell", "ask", "talk", "sum", "open", "unknown"), weights)[0]
+        weights = (4 if untold else 0, 5 if known else 0, 2, sums, 1, 4, 1)
+        kind = rng.choices(("tell", "ask", "talk", "sum", "open", "unknown", "untold"), weights)[0]
         if turn == turns >= 4 and known and rng.random() < ASKED_LAST:
             kind = "ask"
         if kind == "tell":
@@ -235,6 +242,8 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
             pair = _sum(rng, SHORT)
         elif kind == "unknown":
             pair = without_answer(rng), NO_ANSWER
+        elif kind == "untold":
+            pair = rng.choice(FACTS[rng.choice(sorted(FACTS.keys() - known))]["ask"]), NO_ANSWER
         else:
             topic = topic_of_split(rng, for_evaluation=False)
             pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
