@@ -189,7 +189,7 @@ def test_what_is_out_of_reach_is_refused_alone_and_in_pairs():
     """And no sum of the training side is."""
     alone = [row["messages"] for row in embedded.capybara(2000, 0) if row["source"] == "embedded-unknown"]
     pairs = [row for row in embedded.ultrafeedback(2000, 0) if row["chosen"][-1]["content"] == conversations.NO_ANSWER]
-    assert 160 < len(alone) < 240 and 160 < len(pairs) < 240
+    assert 160 < len(alone) < 240 and 240 < len(pairs) < 360
     assert all(answer["content"] in (conversations.NO_ANSWER, "") for _, answer in alone)
     asked = [messages[0]["content"] for messages in alone] + [row["prompt"] for row in pairs]
     formulas = [re.findall(r"(\d+) *([-+*/]) *(\d+)", worded(text)) for text in asked]
@@ -199,9 +199,21 @@ def test_what_is_out_of_reach_is_refused_alone_and_in_pairs():
         assert not small or sign in "*/" or (sign == "-" and int(a) < int(b)), (a, sign, b)
         kinds["product" if sign in "*/" else "negative" if small else "large"] += 1
     assert min(kinds.values()) > 30 and sum(kinds.values()) < 0.7 * len(asked), kinds
+    assert 30 < sum(row["prompt"] in conversations.QUESTIONS for row in pairs) < 90
     assert not [
         row for row in embedded.preference_pairs(500, 0) if row["chosen"][-1]["content"] == conversations.NO_ANSWER
     ]
+
+
+def test_pairs_about_a_fact_told_prefer_its_value_once():
+    pairs = [row for row in embedded.ultrafeedback(2000, 0) if row["chosen"][-1]["content"].startswith("Your ")]
+    assert 110 < len(pairs) < 230
+    for row in pairs:
+        *before, (asked, answer) = [row["messages"][i : i + 2] for i in range(0, len(row["messages"]), 2)]
+        value = answer["content"].split()[-1].removesuffix(".")
+        assert asked["content"] in conversations.QUESTIONS
+        assert any(value in told["content"] for told, _ in before)
+        assert row["rejected"][-1]["content"] in (f"{answer['content']} {answer['content']}", answer["content"], "")
 
 
 def worded(text: str) -> str:

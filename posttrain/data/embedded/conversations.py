@@ -201,6 +201,12 @@ def _dialogue(rng: random.Random, between: int = 3, others: float = 0.0) -> dict
     return {"messages": messages, "answer": values[slot]}
 
 
+def recall_dialogue(rng: random.Random) -> Messages:
+    """Return a dialogue of the training side that ends with a fact told up to nine messages before."""
+    recall = partial(_dialogue, between=9, others=0.5)
+    return first_accepted(recall, lambda dialogue: not _dialogue_held_out(dialogue), rng)["messages"]
+
+
 def _dialogue_held_out(dialogue: dict[str, Any]) -> bool:
     return held_out("dialogue", *(m["content"] for m in dialogue["messages"] if m["role"] == "user"))
 
@@ -320,8 +326,7 @@ def capybara(
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]
         else:
             source = "embedded-recall"
-            recall = partial(_dialogue, between=9, others=0.5)
-            messages = first_accepted(recall, lambda d: not _dialogue_held_out(d), rng)["messages"]
+            messages = recall_dialogue(rng)
         if rng.random() < 0.01:
             messages[-1] = assistant("")
         yield {"source": source, "messages": messages, "num_turns": len(messages) // 2}

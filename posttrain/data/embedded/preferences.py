@@ -12,9 +12,11 @@ from posttrain.data.embedded.conversations import (
     FIRST_COPY,
     NO_ANSWER,
     OPEN_ASKS,
+    QUESTIONS,
     SENTENCES,
     fresh_answer,
     mixed_dialogue,
+    recall_dialogue,
     topic_of_split,
     with_repeats,
     without_answer,
@@ -24,7 +26,9 @@ from posttrain.data.embedded.splits import assistant, user
 from posttrain.types import derive_seed
 
 MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
-UNKNOWN = 0.1  # share of the training pairs about questions without an answer, which would be forgotten without them
+UNKNOWN = 0.15  # share of the training pairs about questions without an answer, which would be forgotten without them
+UNTOLD = 0.2  # share of these that ask for a fact that was not told
+RECALL = 0.1  # share of the other training pairs about facts told before, which would be denied without them
 SHORT = 0.3  # share of the training pairs about sums that are short formulas, which would be taken for these
 BEFORE = 0.1  # share of the training pairs without environments that come late in a dialogue
 
@@ -32,9 +36,14 @@ BEFORE = 0.1  # share of the training pairs without environments that come late 
 def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     kind = rng.random()
     if not held_out and rng.random() < UNKNOWN:
-        kind = 1.0  # not about environments
-        prompt, chosen = [user(without_answer(rng))], NO_ANSWER
-        rejected = f"{NO_ANSWER} {NO_ANSWER}"  # a guess would make sums less likely where they are right, too
+        untold = rng.random() < UNTOLD
+        kind = 0.0 if untold else 1.0  # nothing is told before a question for a fact, no environment before the others
+        prompt, chosen = [user(rng.choice(sorted(QUESTIONS)) if untold else without_answer(rng))], NO_ANSWER
+        rejected = twice(chosen)  # a guess would make sums less likely where they are right, too
+    elif not held_out and rng.random() < RECALL:
+        kind = 0.0  # nothing stands before a whole dialogue
+        *prompt, answer = recall_dialogue(rng)
+        chosen, rejected = answer["content"], twice(answer["content"])
     elif kind < ENV_PAIRS:
         prompt, chosen = early_turn(rng, "validation" if held_out else "train")
         rejected = malformed(chosen, rng)
@@ -65,6 +74,10 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
         "score_chosen": better,
         "score_rejected": better - rng.choice([1.0, 2.0, 3.0, 4.0]),
     }
+
+
+def twice(answer: str) -> str:
+    return f"{answer} {answer}"
 
 
 def ultrafeedback(n: int, seed: int) -> Iterator[dict[str, Any]]:
