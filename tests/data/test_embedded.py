@@ -410,6 +410,7 @@ def test_held_out_questions_and_operands_are_in_no_training_row():
 
 def test_held_out_dialogues_and_topics_are_in_no_training_row():
     rows = [row["messages"] for seed in (0, 9) for row in embedded.capybara(4000, seed)]
+    rows += [row["messages"] for row in embedded.ultrafeedback(4000, 9)]
     trained = {users(messages)[:end] for messages in rows for end in range(1, len(messages) // 2 + 1)}
     assert trained.isdisjoint(users(dialogue["messages"]) for dialogue in embedded.recall_dialogues(400, 9))
     prompts = {row["prompt"] for row in embedded.ultrafeedback(4000, 9)} | {asked for said in trained for asked in said}
