@@ -3,7 +3,7 @@
     make quickstart
     python benchmarks/long/quickstart_chat.py runs/quickstart/phase3/final
 
-A minute a model. Its own greedy answers stay in the conversation. A row counts the conversations whose answers to the
+Minutes a model. Its own greedy answers stay in the conversation. A row counts the conversations whose answers to the
 questions at the end are all right, to the letter of the data's answers.
 """
 
