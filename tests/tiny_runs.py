@@ -50,7 +50,10 @@ def taught(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         for n in (rng.randrange(6) for _ in range(8)):
             few = rng.choices("abcdefgh", k=12) if rng.random() < 0.5 else ["a", "b"] * 6
             said = rng.choice(
-                [(f"Tell me about {n}.", " ".join(few)), (f"{n} + 1 = ?", rf"\boxed{{{n + rng.choice([1, 2])}}}")]
+                [
+                    (f"Tell me about {n}.", " ".join(few)),
+                    (f"{n % 2} + 1 = ?", rf"\boxed{{{rng.choice([1, 2])}}}"),  # right in half of the cases, soon learnt
+                ]
             )
             rows.append(
                 chat.encode(

@@ -763,7 +763,7 @@ def test_any_thirteen_words_in_a_row_are_enough(question: list[str], data: st.Da
 
 EMBEDDED_SOURCES = [
     Source(kind="openmathinstruct", path="embedded", rows=400),
-    Source(kind="capybara", path="embedded", rows=600),
+    Source(kind="capybara", path="embedded", rows=800),
     Source(
         kind="demonstrations",
         path="embedded",

@@ -19,7 +19,8 @@ from trl.trainer.utils import add_fused_lm_head
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM, ConvGPTModel
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "convgpt_golden" / "tied"
-PAD, EXACT = 1, 1e-5
+PAD = 1
+EXACT = 2e-5  # between float32 logits from other orders of sums; 1.1e-5 on one kind of processor
 
 
 def tiny(tied: bool, attention: str = "sdpa", **changes) -> Any:
