@@ -19,8 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM, ConvGPTModel
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "convgpt_golden" / "tied"
-PAD = 1
-EXACT = 2e-5  # between float32 logits from other orders of sums; 1.1e-5 on one kind of processor
+PAD, EXACT = 1, 1e-5
 
 
 def tiny(tied: bool, attention: str = "sdpa", **changes) -> Any:
@@ -335,7 +334,8 @@ def test_cached_batched_decoding_changes_nothing(tied, attention, kind, chunks):
         out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
         logits.append(out.logits)
         start = end
-    assert gap(torch.cat(logits, 1)[mask.bool()], alone(model, rows)) < EXACT
+    # Fourteen steps in another order of sums: 1.08e-5 on one kind of processor.
+    assert gap(torch.cat(logits, 1)[mask.bool()], alone(model, rows)) < 2 * EXACT
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
