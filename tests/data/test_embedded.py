@@ -207,7 +207,7 @@ def test_what_is_out_of_reach_is_refused_alone_and_in_pairs():
 
 def test_pairs_about_a_fact_told_prefer_its_value_once():
     pairs = [row for row in embedded.ultrafeedback(2000, 0) if row["chosen"][-1]["content"].startswith("Your ")]
-    assert 110 < len(pairs) < 230
+    assert 270 < len(pairs) < 410
     for row in pairs:
         *before, (asked, answer) = [row["messages"][i : i + 2] for i in range(0, len(row["messages"]), 2)]
         value = answer["content"].split()[-1].removesuffix(".")

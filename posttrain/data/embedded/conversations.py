@@ -118,8 +118,34 @@ UNKNOWN = (  # what people ask any model, and this one cannot know; in dialogues
     "What does a {t} cost?",
     "How do I cook it?",
     "What is love?",
+    "Who painted the {t}?",
+    "Who discovered {c}?",
+    "Who was the first king of {c}?",
+    "Who sells the best {t}?",
+    "What is the largest city of {c}?",
+    "What language do they speak in {c}?",
+    "Which river flows through {c}?",
+    "How do I get to {c}?",
+    "How many people work on the {t}?",
+    "How many legs has a spider?",
+    "How many days has a year?",
+    "Why is the {t} so slow?",
+    "Why is the sun hot?",
+    "Why do we dream?",
+    "When did {c} win?",
+    "What happened in {n}?",
+    "Write a story.",
+    "Write a song about the {t}.",
+    "Write me a letter.",
+    "Repair my {t}.",
+    "Give me a recipe.",
+    "Do you know {c}?",
+    "Do bees sleep?",
+    "Which {t} is the best?",
 )
-COUNTRIES = "France Italy Spain Japan China India Brazil Canada Egypt Kenya Peru Greece".split()
+COUNTRIES = (
+    "France Italy Spain Japan China India Brazil Canada Egypt Kenya Peru Greece Sweden Austria Cuba Nepal Ghana Ireland"
+).split()
 INVENTIONS = "computer plane phone car radio magnet engine rocket camera clock piano robot".split()
 SMALL_LETTER = 0.2  # of what is said and asked among other things begins with one
 SHORT = 0.5  # of the sums among other things are short formulas

@@ -28,23 +28,24 @@ from posttrain.types import derive_seed
 MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
 UNKNOWN = 0.15  # share of the training pairs about questions without an answer, which would be forgotten without them
 UNTOLD = 0.2  # share of these that ask for a fact that was not told
-RECALL = 0.1  # share of the other training pairs about facts told before, which would be denied without them
+RECALL = 0.2  # share of the other training pairs about facts told before, which would be denied without them
 SHORT = 0.3  # share of the training pairs about sums that are short formulas, which would be taken for these
 BEFORE = 0.1  # share of the training pairs without environments that come late in a dialogue
 
 
 def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     kind = rng.random()
+    begins = held_out  # nothing stands before it
     if not held_out and rng.random() < UNKNOWN:
-        untold = rng.random() < UNTOLD
-        kind = 0.0 if untold else 1.0  # nothing is told before a question for a fact, no environment before the others
-        prompt, chosen = [user(rng.choice(sorted(QUESTIONS)) if untold else without_answer(rng))], NO_ANSWER
+        begins = rng.random() < UNTOLD  # a fact that was told before would be an answer
+        prompt, chosen = [user(rng.choice(sorted(QUESTIONS)) if begins else without_answer(rng))], NO_ANSWER
         rejected = twice(chosen)  # a guess would make sums less likely where they are right, too
     elif not held_out and rng.random() < RECALL:
-        kind = 0.0  # nothing stands before a whole dialogue
+        begins = True
         *prompt, answer = recall_dialogue(rng)
         chosen, rejected = answer["content"], twice(answer["content"])
     elif kind < ENV_PAIRS:
+        begins = True
         prompt, chosen = early_turn(rng, "validation" if held_out else "train")
         rejected = malformed(chosen, rng)
     elif kind < ENV_PAIRS + MATH_PAIRS:
@@ -62,7 +63,7 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
         clean = fresh_answer(topic, rng)
         places = rng.sample(range(FIRST_COPY, SENTENCES), rng.randint(2, 4))
         chosen, rejected = " ".join(clean), " ".join(with_repeats(clean, places, rng))
-    if kind >= ENV_PAIRS and not held_out and rng.random() < BEFORE:
+    if not begins and rng.random() < BEFORE:
         prompt = [*mixed_dialogue(rng, rng.randint(1, 2)), *prompt]
     question, better = prompt[-1]["content"], rng.choice([7.0, 7.5, 8.0, 8.5, 9.0])
     return {
