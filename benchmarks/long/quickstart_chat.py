@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,9 +36,9 @@ def boxed(result: int) -> str:
     return rf"\boxed{{{result}}}."
 
 
-def fact(rng: random.Random, slot: str) -> tuple[Turn, Turn]:
-    """Return the message that tells a fact, and the question for it."""
-    value = rng.choice(FACTS[slot]["values"])
+def fact(rng: random.Random, slot: str, values: Sequence[str] = ()) -> tuple[Turn, Turn]:
+    """Return the message that tells a fact, one of `values` if given, and the question for it."""
+    value = rng.choice(values or FACTS[slot]["values"])
     told, asked = (rng.choice(FACTS[slot][part]).format(v=value) for part in ("tell", "ask"))
     return (told, None), (asked, FACTS[slot]["answer"][0].format(v=value))
 
@@ -71,6 +71,18 @@ def asked_later(rng: random.Random, slot: str, *distances: int) -> list[Turn]:
     """Return a conversation in which a fact is told and asked for again after each number of other messages."""
     told, asked = fact(rng, slot)
     return [told, *(turn for n in distances for turn in (*others(rng, n), asked))]
+
+
+def another_name(rng: random.Random) -> list[Turn]:
+    """Return a conversation about a name that the stories have and only mixed dialogues tell."""
+    told, asked = fact(rng, "name", OTHER_NAMES)
+    return [told, *others(rng, 1), asked]
+
+
+def two_facts(rng: random.Random) -> list[Turn]:
+    """Return a conversation in which two facts are told, and both asked for after three other messages."""
+    (one, ask_one), (two, ask_two) = (fact(rng, slot) for slot in rng.sample(sorted(FACTS), 2))
+    return [one, two, *others(rng, 3), ask_one, ask_two]
 
 
 def out_of_reach(rng: random.Random, low: int, high: int) -> Turn:
@@ -127,12 +139,16 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "a city after eight others": lambda rng: asked_later(rng, "city", 8),
     "a name after one other": lambda rng: asked_later(rng, "name", 1),
     "a name after eight others": lambda rng: asked_later(rng, "name", 8),
+    "a name of the stories after one other": another_name,
+    "two facts after three others": two_facts,
     "a city told anew": lambda rng: corrected(rng, "city"),
     "a greeting in small letters": greeting,
     "refused: a fact that was not told": lambda rng: [untold(rng)],
+    "refused: the same after two others": lambda rng: [*others(rng, 2), untold(rng)],
     "refused: the same where another fact was told": untold_beside,
     "refused: a question about the world": lambda rng: [(rng.choice(UNKNOWN), NO_ANSWER)],
     "refused after three others: the same": lambda rng: [*others(rng, 3), (rng.choice(UNKNOWN), NO_ANSWER)],
+    "refused: a sum with a number from 16 to 45": lambda rng: [out_of_reach(rng, 16, 45)],
     "refused: a sum with a number from 46 to 99": lambda rng: [out_of_reach(rng, 46, 99)],
     "refused after three others: the same sum": lambda rng: [*others(rng, 3), out_of_reach(rng, 46, 99)],
     "refused: a sum with a number from 100 to 999": lambda rng: [out_of_reach(rng, 100, 999)],
