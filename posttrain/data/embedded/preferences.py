@@ -37,8 +37,8 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     kind = rng.random()
     begins = held_out  # nothing stands before it
     if not held_out and rng.random() < UNKNOWN:
-        begins = rng.random() < UNTOLD  # a fact that was told before would be an answer
-        prompt, chosen = [user(rng.choice(sorted(QUESTIONS)) if begins else without_answer(rng))], NO_ANSWER
+        begins = untold = rng.random() < UNTOLD  # what was told before could be an answer
+        prompt, chosen = [user(rng.choice(sorted(QUESTIONS)) if untold else without_answer(rng))], NO_ANSWER
         rejected = twice(chosen)  # a guess would make sums less likely where they are right, too
     elif not held_out and rng.random() < RECALL:
         begins = True
