@@ -62,7 +62,7 @@ FACTS: dict[str, dict[str, Sequence[str]]] = {
         "answer": ["Your city is {v}."],
     },
 }
-QUESTIONS = {ask for fact in FACTS.values() for ask in fact["ask"]}
+QUESTIONS = {ask: slot for slot, fact in FACTS.items() for ask in fact["ask"]}
 SMALL_TALK = (
     ("How are you?", "I am fine, thank you."),
     ("It rains today.", "Then stay at home and read."),
@@ -147,6 +147,8 @@ COUNTRIES = (
     "France Italy Spain Japan China India Brazil Canada Egypt Kenya Peru Greece Sweden Austria Cuba Nepal Ghana Ireland"
 ).split()
 INVENTIONS = "computer plane phone car radio magnet engine rocket camera clock piano robot".split()
+UNTOLD = 0.35  # of the dialogues that end with a question for a fact ask for one that was not told
+NOTHING_TOLD = 0.4  # of these tell no other fact either
 SMALL_LETTER = 0.2  # of what is said and asked among other things begins with one
 SHORT = 0.5  # of the sums among other things are short formulas
 OUT_OF_REACH = 0.6  # of the questions without an answer are formulas
@@ -201,16 +203,18 @@ def _fill(template: str, value: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _dialogue(rng: random.Random, between: int = 3, others: float = 0.0) -> dict[str, Any]:
+def _dialogue(rng: random.Random, between: int = 3, others: float = 0.0, untold: float = 0.0) -> dict[str, Any]:
     """Return one or two facts, then at most `between` turns, then a question about one of the facts.
 
     The turns between are small talk, or with the chance `others` a sum or a question without an answer. There is one
     less of them after two facts. A name is told twice as often as another fact: there are more names than cities.
+    With the chance `untold` the question is about a fact that was not told, and some of these tell no fact at all.
     """
     slots = list(dict.fromkeys(rng.sample(["name", *sorted(FACTS)], rng.choice([1, 1, 2]))))
     values = {slot: rng.choice(FACTS[slot]["values"]) for slot in slots}
+    asked = rng.choice(sorted(FACTS.keys() - values)) if untold and rng.random() < untold else ""
     messages: Messages = []
-    for slot in slots:
+    for slot in () if asked and rng.random() < NOTHING_TOLD else slots:
         messages += [
             user(_fill(rng.choice(FACTS[slot]["tell"]), values[slot])),
             assistant(_fill(rng.choice(FACTS[slot]["reply"]), values[slot])),
@@ -219,17 +223,23 @@ def _dialogue(rng: random.Random, between: int = 3, others: float = 0.0) -> dict
         if rng.random() < others:
             pair = _sum(rng, short=1) if rng.random() < 0.5 else (without_answer(rng), NO_ANSWER)
         messages += [user(pair[0]), assistant(pair[1])]
-    slot = rng.choice(slots)
-    messages += [
-        user(rng.choice(FACTS[slot]["ask"])),
-        assistant(_fill(FACTS[slot]["answer"][0], values[slot])),
-    ]
-    return {"messages": messages, "answer": values[slot]}
+    slot = asked or rng.choice(slots)
+    question = rng.choice(FACTS[slot]["ask"])
+    answer = not_told(question) if asked else _fill(FACTS[slot]["answer"][0], values[slot])
+    return {"messages": [*messages, user(question), assistant(answer)], "answer": values.get(slot, "")}
+
+
+def not_told(question: str) -> str:
+    """Return the answer to a question about a fact that was not told: "Your pet? I know only ...".
+
+    It begins as the answer to a fact that was told. So the model looks for the value before it has to decide.
+    """
+    return f"Your {QUESTIONS[question]}? {NO_ANSWER}"
 
 
 def recall_dialogue(rng: random.Random) -> Messages:
-    """Return a dialogue of the training side that ends with a fact told up to nine messages before."""
-    recall = partial(_dialogue, between=9, others=0.5)
+    """Return a dialogue of the training side that ends with a fact told up to nine messages before, or never."""
+    recall = partial(_dialogue, between=9, others=0.5, untold=UNTOLD)
     return first_accepted(recall, lambda dialogue: not _dialogue_held_out(dialogue), rng)["messages"]
 
 
@@ -275,7 +285,8 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
         elif kind == "unknown":
             pair = without_answer(rng), NO_ANSWER
         elif kind == "untold":
-            pair = rng.choice(FACTS[rng.choice(sorted(FACTS.keys() - known))]["ask"]), NO_ANSWER
+            question = rng.choice(FACTS[rng.choice(sorted(FACTS.keys() - known))]["ask"])
+            pair = question, not_told(question)
         else:
             topic = topic_of_split(rng, for_evaluation=False)
             pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
@@ -336,7 +347,7 @@ def _scraped_answer(topic: str, rng: random.Random) -> str:
 
 
 def capybara(
-    n: int, seed: int, open_share: float = 0.18, mixed_share: float = 0.4, unknown_share: float = 0.1
+    n: int, seed: int, open_share: float = 0.155, mixed_share: float = 0.34, unknown_share: float = 0.085
 ) -> Iterator[dict[str, Any]]:
     """Yield rows in the schema of trl-lib/Capybara: recall dialogues, open questions, questions without an answer, and
     dialogues that mix these with sums; one in a hundred has an empty answer."""

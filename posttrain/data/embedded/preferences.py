@@ -16,6 +16,7 @@ from posttrain.data.embedded.conversations import (
     SENTENCES,
     fresh_answer,
     mixed_dialogue,
+    not_told,
     recall_dialogue,
     topic_of_split,
     with_repeats,
@@ -38,7 +39,8 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     begins = held_out  # nothing stands before it
     if not held_out and rng.random() < UNKNOWN:
         begins = untold = rng.random() < UNTOLD  # what was told before could be an answer
-        prompt, chosen = [user(rng.choice(sorted(QUESTIONS)) if untold else without_answer(rng))], NO_ANSWER
+        question = rng.choice(sorted(QUESTIONS)) if untold else without_answer(rng)
+        prompt, chosen = [user(question)], not_told(question) if untold else NO_ANSWER
         rejected = twice(chosen)  # a guess would make sums less likely where they are right, too
     elif not held_out and rng.random() < RECALL:
         begins = True
