@@ -111,6 +111,13 @@ def untold_beside(rng: random.Random) -> list[Turn]:
     return [fact(rng, told)[0], *others(rng, 2), (rng.choice(FACTS[asked]["ask"]), NO_ANSWER)]
 
 
+def untold_after_both(rng: random.Random) -> list[Turn]:
+    """Return a conversation in which two facts are told and one of them is asked for before the one not told."""
+    *told, asked = rng.sample(sorted(FACTS), 3)
+    (one, _), (two, ask_two) = (fact(rng, slot) for slot in told)
+    return [one, two, ask_two, (rng.choice(FACTS[asked]["ask"]), NO_ANSWER)]
+
+
 def corrected(rng: random.Random, slot: str) -> list[Turn]:
     """Return a conversation in which a fact is told, and after two other messages another value of it."""
     (first, _), (then, asked) = fact(rng, slot), fact(rng, slot)
@@ -146,6 +153,7 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "refused: a fact that was not told": lambda rng: [untold(rng)],
     "refused: the same after two others": lambda rng: [*others(rng, 2), untold(rng)],
     "refused: the same where another fact was told": untold_beside,
+    "refused: the same after two facts and a question for one": untold_after_both,
     "refused: a question about the world": lambda rng: [(rng.choice(UNKNOWN), NO_ANSWER)],
     "refused after three others: the same": lambda rng: [*others(rng, 3), (rng.choice(UNKNOWN), NO_ANSWER)],
     "refused: a sum with a number from 16 to 45": lambda rng: [out_of_reach(rng, 16, 45)],

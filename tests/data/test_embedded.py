@@ -293,20 +293,32 @@ def test_the_chat_of_the_quickstart_does_sums_and_says_what_it_does_not_know():
         "Explain the rainbow.", "Who invented the telephone?", "What year is it?", "Why is the sea salt?",
         "How many people live in Oslo?", "Write a Python function.",
     ]  # fmt: skip
-    mixed = ["My home is Vienna.", "2+3?", "What is my city?", "What is the capital of Peru?", "7 + 8 - 4 ="]
-    mixed += ["6 plus 7", "Ada has 5 nuts and wins 9 and then loses 3. Count the nuts of Ada."]
     large = [f"{a}{sign}{b}?" for a in (48, 72, 136, 250, 3407) for sign, b in (("+", 8), ("-", 5), ("*", 3), ("/", 2))]
     alone = [line for text in [*(f"{a}+{b}?" for a, b in sums), *unknown, *large] for line in (text, "/reset")]
+    mixed, expected = [], []  # eight conversations of many things
+    for city in conversations.FACTS["city"]["values"]:
+        a, b, c, d = rng.sample(range(5, 16), 4)
+        mixed += [
+            f"My home is {city}.",
+            f"{a}+{b}?",
+            "What is my city?",
+            "What is the capital of Peru?",
+            f"{c} + {d} - 4 =",
+        ]
+        mixed += [
+            f"{b} plus {c}",
+            f"Ada has {a} nuts and wins {d} and then loses {c}. Count the nuts of Ada.",
+            "/reset",
+        ]
+        first, *last = [rf"\boxed{{{result}}}." for result in (a + b, c + d - 4, b + c, a + d - c)]
+        expected += ["", first, f"Your city is {city}.", conversations.NO_ANSWER, *last]
     answers = said_by_the_quickstart([*alone, *mixed])
-    assert len(answers) == 57, answers
+    assert len(answers) == 50 + 56, answers
     right = sum(rf"\boxed{{{a + b}}}" in answer for (a, b), answer in zip(sums, answers[:20], strict=True))
     assert right >= 18 and answers[20:30].count(conversations.NO_ANSWER) >= 8, answers
     assert answers[30:50].count(conversations.NO_ANSWER) >= 17, list(zip(large, answers[30:50], strict=True))
-    _, five, city, not_known, *last = answers[50:]
-    assert (five, city) == (r"2+3=5. The answer is \boxed{5}.", "Your city is Vienna.")
-    assert not_known == conversations.NO_ANSWER
-    for answer, result in zip(last, (11, 13, 11), strict=True):
-        assert answer.endswith(rf"\boxed{{{result}}}."), last
+    both = list(zip(answers[50:], expected, strict=True))
+    assert sum(said.endswith(end) for said, end in both) >= 51, both
 
 
 @pytest.mark.slow
