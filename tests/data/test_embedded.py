@@ -304,8 +304,6 @@ def test_the_chat_of_the_quickstart_does_sums_and_says_what_it_does_not_know():
             "What is my city?",
             "What is the capital of Peru?",
             f"{c} + {d} - 4 =",
-        ]
-        mixed += [
             f"{b} plus {c}",
             f"Ada has {a} nuts and wins {d} and then loses {c}. Count the nuts of Ada.",
             "/reset",

@@ -232,7 +232,7 @@ def _dialogue(rng: random.Random, between: int = 3, others: float = 0.0, untold:
 def not_told(question: str) -> str:
     """Return the answer to a question about a fact that was not told: "Your pet? I know only ...".
 
-    It begins as the answer to a fact that was told. So the model looks for the value before it has to decide.
+    It begins as the answer to a fact that was told: with "I know only ..." at once, more values were guessed.
     """
     return f"Your {QUESTIONS[question]}? {NO_ANSWER}"
 

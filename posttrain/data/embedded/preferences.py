@@ -29,7 +29,7 @@ from posttrain.types import derive_seed
 MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
 UNKNOWN = 0.15  # share of the training pairs about questions without an answer, which would be forgotten without them
 UNTOLD = 0.2  # share of these that ask for a fact that was not told
-RECALL = 0.2  # share of the other training pairs about facts told before, which would be denied without them
+RECALL = 0.2  # share of the other training pairs that recall facts, which would be denied without them
 SHORT = 0.3  # share of the training pairs about sums that are short formulas, which would be taken for these
 BEFORE = 0.1  # share of the training pairs without environments that come late in a dialogue
 
