@@ -48,6 +48,22 @@ def addition(rng: random.Random, form: str = "{a}+{b}?") -> Turn:
     return form.format(a=a, b=b), boxed(a + b)
 
 
+def three_numbers(rng: random.Random) -> Turn:
+    """Return a sum of three numbers, the first two of which make more than 15."""
+    a = rng.randint(1, 15)
+    b, c = rng.randint(16 - a, 15), rng.randint(1, 15)
+    return f"{a}+{b}+{c}?", boxed(a + b + c)
+
+
+def large_story(rng: random.Random) -> Turn:
+    """Return a story with a number that is too large for the model."""
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    return (
+        f"{name} has {rng.randint(16, 99)} {thing} and gets {rng.randint(2, 15)}. Count the {thing} of {name}.",
+        NO_ANSWER,
+    )
+
+
 def story(rng: random.Random) -> Turn:
     a, b = rng.randint(2, 15), rng.randint(2, 15)
     c, name, thing = rng.randint(1, 14), rng.choice((*NAMES, *OTHER_NAMES)), rng.choice(THINGS)
@@ -138,6 +154,7 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "Calculate 2+3.": lambda rng: [addition(rng, "Calculate {a}+{b}.")],
     "What is the sum of 2 and 3?": lambda rng: [addition(rng, "What is the sum of {a} and {b}?")],
     "a sum with 0": lambda rng: [(f"{(a := rng.randint(1, 15))}{rng.choice('+-')}0?", boxed(a))],
+    "a sum of three numbers, the first two more than 15": lambda rng: [three_numbers(rng)],
     "a story of two steps": lambda rng: [story(rng)],
     "a story of two steps after four others": lambda rng: [*others(rng, 4), story(rng)],
     "a city after one other": lambda rng: asked_later(rng, "city", 1),
@@ -161,6 +178,7 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "refused after three others: the same sum": lambda rng: [*others(rng, 3), out_of_reach(rng, 46, 99)],
     "refused: a sum with a number from 100 to 999": lambda rng: [out_of_reach(rng, 100, 999)],
     "refused: a sum with a number from 1,000 to 9,999": lambda rng: [out_of_reach(rng, 1000, 9999)],
+    "refused: a story with a number from 16 to 99": lambda rng: [large_story(rng)],
     "refused: a product or quotient": lambda rng: [product(rng)],
     "refused: a result below 0": lambda rng: [below_zero(rng)],
 }
