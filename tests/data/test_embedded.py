@@ -315,8 +315,8 @@ def test_the_chat_of_the_quickstart_does_sums_and_says_what_it_does_not_know():
     right = sum(rf"\boxed{{{a + b}}}" in answer for (a, b), answer in zip(sums, answers[:20], strict=True))
     assert right >= 18 and answers[20:30].count(conversations.NO_ANSWER) >= 8, answers
     assert answers[30:50].count(conversations.NO_ANSWER) >= 17, list(zip(large, answers[30:50], strict=True))
-    both = list(zip(answers[50:], expected, strict=True))
-    assert sum(said.endswith(end) for said, end in both) >= 51, both
+    wrong = [(said, end) for said, end in zip(answers[50:], expected, strict=True) if not said.endswith(end)]
+    assert len(wrong) <= 5, wrong  # of 48: what is said to the city is not counted
 
 
 @pytest.mark.slow
