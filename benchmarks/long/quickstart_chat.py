@@ -64,6 +64,13 @@ def large_story(rng: random.Random) -> Turn:
     )
 
 
+def losing_story(rng: random.Random) -> Turn:
+    """Return a story in which more is lost than there was."""
+    low, high = sorted(rng.sample(range(2, 16), 2))
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    return f"{name} has {low} {thing} and {rng.choice(LOSSES)} {high}. Count the {thing} of {name}.", NO_ANSWER
+
+
 def story(rng: random.Random) -> Turn:
     a, b = rng.randint(2, 15), rng.randint(2, 15)
     c, name, thing = rng.randint(1, 14), rng.choice((*NAMES, *OTHER_NAMES)), rng.choice(THINGS)
@@ -108,6 +115,12 @@ def out_of_reach(rng: random.Random, low: int, high: int) -> Turn:
     return f"{numbers[0]}{sign}{numbers[1]}?", NO_ANSWER
 
 
+def large_of_three(rng: random.Random) -> Turn:
+    numbers = [rng.randint(16, 99), rng.randint(1, 15), rng.randint(1, 15)]
+    rng.shuffle(numbers)
+    return f"{'+'.join(map(str, numbers))}?", NO_ANSWER
+
+
 def product(rng: random.Random) -> Turn:
     return f"{rng.randint(2, 15)}{rng.choice('*/')}{rng.randint(2, 15)}?", NO_ANSWER
 
@@ -140,6 +153,11 @@ def corrected(rng: random.Random, slot: str) -> list[Turn]:
     return [first, *others(rng, 2), then, *others(rng, 1), asked]
 
 
+def small_talk(rng: random.Random) -> list[Turn]:
+    """Return a conversation in which a name is told, and after four other messages something is said as in the data."""
+    return [fact(rng, "name")[0], *others(rng, 4), rng.choice(SMALL_TALK)]
+
+
 def greeting(rng: random.Random) -> list[Turn]:
     said, answer = rng.choice(GREETINGS)
     return [(said.lower(), answer)]
@@ -167,6 +185,7 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "two facts after three others": two_facts,
     "a city told anew": lambda rng: corrected(rng, "city"),
     "a greeting in small letters": greeting,
+    "small talk after a name and four others": small_talk,
     "refused: a fact that was not told": lambda rng: [untold(rng)],
     "refused: the same after two others": lambda rng: [*others(rng, 2), untold(rng)],
     "refused: the same where another fact was told": untold_beside,
@@ -178,7 +197,9 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "refused after three others: the same sum": lambda rng: [*others(rng, 3), out_of_reach(rng, 46, 99)],
     "refused: a sum with a number from 100 to 999": lambda rng: [out_of_reach(rng, 100, 999)],
     "refused: a sum with a number from 1,000 to 9,999": lambda rng: [out_of_reach(rng, 1000, 9999)],
+    "refused: three numbers, one of them from 16 to 99": lambda rng: [large_of_three(rng)],
     "refused: a story with a number from 16 to 99": lambda rng: [large_story(rng)],
+    "refused: a story with a result below 0": lambda rng: [losing_story(rng)],
     "refused: a product or quotient": lambda rng: [product(rng)],
     "refused: a result below 0": lambda rng: [below_zero(rng)],
 }

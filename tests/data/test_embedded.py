@@ -198,7 +198,8 @@ def test_what_was_told_is_recalled_and_what_was_not_is_refused():
     rows = [row["messages"] for row in embedded.capybara(2000, 0) if row["source"] == "embedded-recall"]
     whole = [messages for messages in rows if messages[-1]["content"]]
     asked = [list(facts_asked(messages)) for messages in whole]
-    assert all(len(each) == 1 and each[0][0] == each[0][1] for each in asked)
+    assert all(answer == right for each in asked for answer, right in each)
+    assert {len(each) for each in asked} == {1, 2} and 0.2 < sum(len(each) == 2 for each in asked) / len(asked) < 0.3
     refused = [messages for messages in whole if messages[-1]["content"].endswith(conversations.NO_ANSWER)]
     assert 0.29 < len(refused) / len(whole) < 0.41
     tells = {filled(tell, value) for f in conversations.FACTS.values() for tell in f["tell"] for value in f["values"]}
@@ -214,13 +215,21 @@ def test_what_is_out_of_reach_is_refused_alone_and_in_pairs():
     assert 130 < len(alone) < 210 and 350 < len(pairs) < 500
     assert all(answer["content"] in (conversations.NO_ANSWER, "") for _, answer in alone)
     asked = [messages[0]["content"] for messages in alone] + [row["prompt"] for row in pairs]
-    formulas = [re.findall(r"(\d+) *([-+*/]) *(\d+)", worded(text)) for text in asked]
-    kinds = {"large": 0, "product": 0, "negative": 0}
-    for (a, sign, b), *_ in filter(None, formulas):
-        small = max(int(a), int(b)) <= arithmetic.LARGEST
-        assert not small or sign in "*/" or (sign == "-" and int(a) < int(b)), (a, sign, b)
-        kinds["product" if sign in "*/" else "negative" if small else "large"] += 1
-    assert min(kinds.values()) > 30 and sum(kinds.values()) < 0.7 * len(asked), kinds
+    kinds = {"large": 0, "product": 0, "negative": 0, "large story": 0, "negative story": 0}
+    three = 0
+    for text in asked:
+        numbers = [int(number) for number in re.findall(r"\d+", text)]
+        small = max(numbers, default=0) <= arithmetic.LARGEST
+        if " has " in text and len(numbers) > 1:
+            assert not small or numbers[0] < numbers[1]
+            kinds["negative story" if small else "large story"] += 1
+        elif formula := re.search(r"(\d+) *([-+*/]) *(\d+)", worded(text)):
+            product = re.search(r"\d *[*/]", worded(text))
+            assert not small or product or (formula[2] == "-" and int(formula[1]) < int(formula[3])), text
+            kinds["product" if product else "negative" if small else "large"] += 1
+            three += len(numbers) == 3
+    assert min(kinds.values()) > 8 and 0.4 < sum(kinds.values()) / len(asked) < 0.65, kinds
+    assert 40 < three < 100 and kinds["large story"] > 50
     untold = [row["chosen"] for row in pairs if row["prompt"] in conversations.QUESTIONS]
     assert 30 < sum(len(messages) == 2 for messages in untold) < 90
     assert 60 < sum(len(messages) > 2 for messages in untold) < 150

@@ -32,6 +32,7 @@ WORDS = {"+": " plus ", "-": " minus ", "*": " times ", "/": " divided by "}
 FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
 OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
 LARGEST = 15  # operand
+THREE_NUMBERS = 0.25  # of the formulas out of reach have a third number
 
 
 def word_problem(rng: random.Random) -> dict[str, Any]:
@@ -65,10 +66,12 @@ def training_problem(rng: random.Random) -> dict[str, Any]:
 
 def _word_problem_or_formula(rng: random.Random) -> dict[str, Any]:
     kind = rng.random()
-    if kind < FORMULAS:
-        return _formula(rng)
+    return _formula(rng) if kind < FORMULAS else _story(rng, other_people=kind < FORMULAS + OTHER_PEOPLE)
+
+
+def _story(rng: random.Random, other_people: bool) -> dict[str, Any]:
     problem = word_problem(rng)
-    if kind < FORMULAS + OTHER_PEOPLE:
+    if other_people:
         _, fact = problem["question"].partition(". ")[0].split(" ", 1)
         name, thing = rng.choice(OTHER_NAMES), fact.split()[2]
         problem["question"] = f"{name} {fact}. {rng.choice((*ASKS, *FEW_WORDS)).format(n=name, t=thing)}"
@@ -85,7 +88,7 @@ def _formula(rng: random.Random, longest: int = 8) -> dict[str, Any]:
     start = total = rng.randint(0, LARGEST)
     text, steps, signs, operands = str(start), [], "", [start]
     for _ in range(rng.randint(1, longest)):
-        sign = "+" if total == 0 else "-" if total > LARGEST else rng.choice("+-")
+        sign = "+" if total == 0 else "-" if total > 2 * LARGEST else rng.choice("++-")
         other = rng.randint(0, LARGEST if sign == "+" else min(LARGEST, total))
         result = total + other if sign == "+" else total - other
         text += f"{sign}{other}"
@@ -116,7 +119,28 @@ def formula_out_of_reach(rng: random.Random) -> str:
         rng.shuffle(numbers)
     else:
         sign = "-"
-    return _asked(sign.join(map(str, numbers)), rng)
+    formula = sign.join(map(str, numbers))
+    if rng.random() < THREE_NUMBERS:
+        other, more = rng.randint(1, LARGEST), rng.choice("+-")
+        # Behind a result below 0, not before it: 9+3-7 is within reach.
+        ahead = kind != "negative" and rng.random() < 0.5
+        formula = f"{other}{more}{formula}" if ahead else f"{formula}{more}{other}"
+    return _asked(formula, rng)
+
+
+def story_out_of_reach(rng: random.Random) -> str:
+    """Return a word problem that no other is like: with a larger number, or somebody loses more than there was."""
+    problem = _story(rng, other_people=rng.random() < 0.5)
+    numbers = re.findall(r"\d+", problem["question"])
+    if problem["operands"][0] == "-" and rng.random() < 0.5:
+        numbers.reverse()
+    else:
+        first = rng.randrange(len(numbers))
+        for place in range(len(numbers)):
+            if place == first or rng.random() < 0.2:
+                numbers[place] = str(rng.randint(LARGEST + 1, rng.choice((99, 99, 99, 999))))
+    left = iter(numbers)
+    return re.sub(r"\d+", lambda _: next(left), problem["question"])
 
 
 def split_of(problem: dict[str, Any]) -> str:

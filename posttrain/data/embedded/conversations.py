@@ -15,6 +15,7 @@ from posttrain.data.embedded.arithmetic import (
     OTHER_NAMES,
     formula_out_of_reach,
     short_formula,
+    story_out_of_reach,
     training_problem,
     worked_solution,
 )
@@ -151,7 +152,9 @@ UNTOLD = 0.35  # of the dialogues that end with a question for a fact ask for on
 NOTHING_TOLD = 0.4  # of these tell no other fact either
 SMALL_LETTER = 0.2  # of what is said and asked among other things begins with one
 SHORT = 0.5  # of the sums among other things are short formulas
-OUT_OF_REACH = 0.6  # of the questions without an answer are formulas
+OUT_OF_REACH = 0.6  # of the questions without an answer are sums
+STORIES = 0.25  # of these are stories
+ASKED_BEFORE = 0.3  # of the recall dialogues that tell a fact ask for one before the last question, too
 ASKED_LAST = 0.5  # of the dialogues of four turns or more end with a question about a fact, if one was told
 CALCULATING = 0.25  # of the dialogues of many things are mostly sums: answers of one form, one after another
 NO_ANSWER = "I know only small sums, places and what you tell me."
@@ -203,18 +206,22 @@ def _fill(template: str, value: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _dialogue(rng: random.Random, between: int = 3, others: float = 0.0, untold: float = 0.0) -> dict[str, Any]:
+def _dialogue(
+    rng: random.Random, between: int = 3, others: float = 0.0, untold: float = 0.0, before: float = 0.0
+) -> dict[str, Any]:
     """Return one or two facts, then at most `between` turns, then a question about one of the facts.
 
     The turns between are small talk, or with the chance `others` a sum or a question without an answer. There is one
     less of them after two facts. A name is told twice as often as another fact: there are more names than cities.
     With the chance `untold` the question is about a fact that was not told, and some of these tell no fact at all.
+    With the chance `before` a question about a fact that was told stands before it.
     """
     slots = list(dict.fromkeys(rng.sample(["name", *sorted(FACTS)], rng.choice([1, 1, 2]))))
     values = {slot: rng.choice(FACTS[slot]["values"]) for slot in slots}
     asked = rng.choice(sorted(FACTS.keys() - values)) if untold and rng.random() < untold else ""
     messages: Messages = []
-    for slot in () if asked and rng.random() < NOTHING_TOLD else slots:
+    told = [] if asked and rng.random() < NOTHING_TOLD else slots
+    for slot in told:
         messages += [
             user(_fill(rng.choice(FACTS[slot]["tell"]), values[slot])),
             assistant(_fill(rng.choice(FACTS[slot]["reply"]), values[slot])),
@@ -223,6 +230,12 @@ def _dialogue(rng: random.Random, between: int = 3, others: float = 0.0, untold:
         if rng.random() < others:
             pair = _sum(rng, short=1) if rng.random() < 0.5 else (without_answer(rng), NO_ANSWER)
         messages += [user(pair[0]), assistant(pair[1])]
+    if told and before and rng.random() < before:
+        slot = rng.choice(told)
+        messages += [
+            user(rng.choice(FACTS[slot]["ask"])),
+            assistant(_fill(FACTS[slot]["answer"][0], values[slot])),
+        ]
     slot = asked or rng.choice(slots)
     question = rng.choice(FACTS[slot]["ask"])
     answer = not_told(question) if asked else _fill(FACTS[slot]["answer"][0], values[slot])
@@ -239,8 +252,8 @@ def not_told(question: str) -> str:
 
 def recall_dialogue(rng: random.Random) -> Messages:
     """Return a dialogue of the training side that ends with a fact told up to nine messages before, or never."""
-    recall = partial(_dialogue, between=9, others=0.5, untold=UNTOLD)
-    return first_accepted(recall, lambda dialogue: not _dialogue_held_out(dialogue), rng)["messages"]
+    recall = partial(_dialogue, between=9, others=0.5, untold=UNTOLD, before=ASKED_BEFORE)
+    return first_accepted(recall, lambda dialogue: not _has_held_out(dialogue["messages"]), rng)["messages"]
 
 
 def _dialogue_held_out(dialogue: dict[str, Any]) -> bool:
@@ -267,7 +280,7 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
     known: dict[str, str] = {}
     messages: Messages = []
     for turn in range(1, turns + 1):
-        weights = (4 if untold else 0, 5 if known else 0, 2, sums, 1, 4, 1)
+        weights = (4 if untold else 0, 5 if known else 0, 3, sums, 1, 4, 1)
         kind = rng.choices(("tell", "ask", "talk", "sum", "open", "unknown", "untold"), weights)[0]
         if turn == turns >= 4 and known and rng.random() < ASKED_LAST:
             kind = "ask"
@@ -301,9 +314,9 @@ def _sum(rng: random.Random, short: float) -> tuple[str, str]:
 
 
 def without_answer(rng: random.Random) -> str:
-    """Return a question that the model says it cannot answer: a formula out of its reach, or one about the world."""
+    """Return a question that the model says it cannot answer: a sum out of its reach, or one about the world."""
     if rng.random() < OUT_OF_REACH:
-        return formula_out_of_reach(rng)
+        return (story_out_of_reach if rng.random() < STORIES else formula_out_of_reach)(rng)
     question = rng.choice(UNKNOWN)
     return question.format(c=rng.choice(COUNTRIES), t=rng.choice(INVENTIONS), n=rng.randint(2, 99))
 
