@@ -199,7 +199,7 @@ def test_what_was_told_is_recalled_and_what_was_not_is_refused():
     whole = [messages for messages in rows if messages[-1]["content"]]
     asked = [list(facts_asked(messages)) for messages in whole]
     assert all(answer == right for each in asked for answer, right in each)
-    assert {len(each) for each in asked} == {1, 2} and 0.2 < sum(len(each) == 2 for each in asked) / len(asked) < 0.3
+    assert {len(each) for each in asked} == {1, 2} and 0.3 < sum(len(each) == 2 for each in asked) / len(asked) < 0.5
     refused = [messages for messages in whole if messages[-1]["content"].endswith(conversations.NO_ANSWER)]
     assert 0.29 < len(refused) / len(whole) < 0.41
     tells = {filled(tell, value) for f in conversations.FACTS.values() for tell in f["tell"] for value in f["values"]}
@@ -228,8 +228,8 @@ def test_what_is_out_of_reach_is_refused_alone_and_in_pairs():
             assert not small or product or (formula[2] == "-" and int(formula[1]) < int(formula[3])), text
             kinds["product" if product else "negative" if small else "large"] += 1
             three += len(numbers) == 3
-    assert min(kinds.values()) > 8 and 0.4 < sum(kinds.values()) / len(asked) < 0.65, kinds
-    assert 40 < three < 100 and kinds["large story"] > 50
+    assert min(kinds.values()) > 20 and 0.4 < sum(kinds.values()) / len(asked) < 0.65, kinds
+    assert 40 < three < 100 and kinds["large story"] > 30
     untold = [row["chosen"] for row in pairs if row["prompt"] in conversations.QUESTIONS]
     assert 30 < sum(len(messages) == 2 for messages in untold) < 90
     assert 60 < sum(len(messages) > 2 for messages in untold) < 150

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from posttrain.data.embedded.splits import first_accepted, held_out
@@ -33,6 +34,7 @@ FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
 OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
 LARGEST = 15  # operand
 THREE_NUMBERS = 0.25  # of the formulas out of reach have a third number
+BELOW_ZERO = 0.35  # of the stories out of reach have a result below 0
 
 
 def word_problem(rng: random.Random) -> dict[str, Any]:
@@ -130,9 +132,11 @@ def formula_out_of_reach(rng: random.Random) -> str:
 
 def story_out_of_reach(rng: random.Random) -> str:
     """Return a word problem that no other is like: with a larger number, or somebody loses more than there was."""
-    problem = _story(rng, other_people=rng.random() < 0.5)
+    below, other_people = rng.random() < BELOW_ZERO, rng.random() < 0.5
+    stories = partial(_story, other_people=other_people)
+    problem = first_accepted(stories, lambda problem: not below or problem["operands"][0] == "-", rng)
     numbers = re.findall(r"\d+", problem["question"])
-    if problem["operands"][0] == "-" and rng.random() < 0.5:
+    if below:
         numbers.reverse()
     else:
         first = rng.randrange(len(numbers))
