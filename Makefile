@@ -65,7 +65,7 @@ quickstart: $(STAMP)
 	  else $(MAKE) --no-print-directory $(QUICK)/report.html; fi
 	@printf '%s\n' "" "Table and curves: $(QUICK)/report.html      Numbers: $(QUICK)/results.json" "" \
 	  "Chat with the result:  $(PY) inference_with_improved_settings.py --config configs/quickstart/chat.yaml" \
-	  "  It knows the sentences of its training data; the chat shows three to begin with." \
+	  "  It knows the sentences of its training data; the chat shows six to begin with." \
 	  "Watch it play:         $(PY) inference_with_improved_settings.py --config configs/quickstart/chat.yaml --play frozen_lake" \
 	  "Phase 3, another seed: $(PY) train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml seed=1 output_dir=$(QUICK)/phase3-seed1" \
 	  "The real thing:        $(PY) train_phase1_sft.py      (needs a GPU and the network)"

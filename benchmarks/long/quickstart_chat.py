@@ -158,6 +158,27 @@ def small_talk(rng: random.Random) -> list[Turn]:
     return [fact(rng, "name")[0], *others(rng, 4), rng.choice(SMALL_TALK)]
 
 
+def below_zero_later(rng: random.Random) -> Turn:
+    """Return a formula of two steps, the second of which has a result below 0."""
+    a, b = rng.randint(2, 9), rng.randint(1, 5)
+    sign = rng.choice("+-") if b < a else "+"
+    total = a + b if sign == "+" else a - b
+    return f"{a}{sign}{b}-{rng.randint(total + 1, 15)}?", NO_ANSWER
+
+
+def losing_story_later(rng: random.Random) -> Turn:
+    """Return a story in which more is lost than was there after a gain."""
+    a, b = rng.randint(2, 7), rng.randint(2, 6)
+    name, thing, more = rng.choice(NAMES), rng.choice(THINGS), rng.randint(a + b + 1, 15)
+    asked = f"{name} has {a} {thing} and gets {b} and then {rng.choice(LOSSES)} {more}. Count the {thing} of {name}."
+    return asked, NO_ANSWER
+
+
+def sum_too_large(rng: random.Random) -> Turn:
+    """Return a sum of four numbers within reach, whose result is not."""
+    return f"{'+'.join(str(rng.randint(12, 15)) for _ in range(4))}?", NO_ANSWER
+
+
 def greeting(rng: random.Random) -> list[Turn]:
     said, answer = rng.choice(GREETINGS)
     return [(said.lower(), answer)]
@@ -172,6 +193,7 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "Calculate 2+3.": lambda rng: [addition(rng, "Calculate {a}+{b}.")],
     "What is the sum of 2 and 3?": lambda rng: [addition(rng, "What is the sum of {a} and {b}?")],
     "a sum with 0": lambda rng: [(f"{(a := rng.randint(1, 15))}{rng.choice('+-')}0?", boxed(a))],
+    "a number less itself": lambda rng: [(f"{(a := rng.randint(1, 15))}-{a}?", boxed(0))],
     "a sum of three numbers, the first two more than 15": lambda rng: [three_numbers(rng)],
     "a story of two steps": lambda rng: [story(rng)],
     "a story of two steps after four others": lambda rng: [*others(rng, 4), story(rng)],
@@ -202,6 +224,9 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "refused: a story with a result below 0": lambda rng: [losing_story(rng)],
     "refused: a product or quotient": lambda rng: [product(rng)],
     "refused: a result below 0": lambda rng: [below_zero(rng)],
+    "refused: a result below 0 in the second step": lambda rng: [below_zero_later(rng)],
+    "refused: the same in a story": lambda rng: [losing_story_later(rng)],
+    "refused: four numbers, the sum more than 45": lambda rng: [sum_too_large(rng)],
 }
 
 
