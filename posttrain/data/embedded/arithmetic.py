@@ -139,9 +139,9 @@ def story_out_of_reach(rng: random.Random) -> str:
     if below:
         numbers.reverse()
     else:
-        first = rng.randrange(len(numbers))
+        large = rng.randrange(len(numbers))
         for place in range(len(numbers)):
-            if place == first or rng.random() < 0.2:
+            if place == large or rng.random() < 0.2:  # one number at least is too large
                 numbers[place] = str(rng.randint(LARGEST + 1, rng.choice((99, 99, 99, 999))))
     left = iter(numbers)
     return re.sub(r"\d+", lambda _: next(left), problem["question"])
