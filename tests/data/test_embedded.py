@@ -213,23 +213,39 @@ def test_what_is_out_of_reach_is_refused_alone_and_in_pairs():
     rows = [*embedded.ultrafeedback(2000, 0)]
     pairs = [row for row in rows if row["chosen"][-1]["content"].endswith(conversations.NO_ANSWER)]
     assert 130 < len(alone) < 210 and 350 < len(pairs) < 500
-    assert all(answer["content"] in (conversations.NO_ANSWER, "") for _, answer in alone)
-    asked = [messages[0]["content"] for messages in alone] + [row["prompt"] for row in pairs]
-    kinds = {"large": 0, "product": 0, "negative": 0, "large story": 0, "negative story": 0}
+    assert all(answer["content"].endswith(conversations.NO_ANSWER) or not answer["content"] for _, answer in alone)
+    answers = {messages[0]["content"]: messages[1]["content"] for messages in alone if messages[1]["content"]}
+    answers |= {row["prompt"]: row["chosen"][-1]["content"] for row in pairs}
+    later = set()
+    for text, answer in answers.items():
+        numbers = [int(number) for number in re.findall(r"\d+", text)]
+        *steps, last = answer.removesuffix(conversations.NO_ANSWER).strip().split(". ")
+        if not last or text in conversations.QUESTIONS:
+            continue
+        total = numbers[0]
+        for other, step in zip(numbers[1:], [*steps, last], strict=False):
+            found = re.fullmatch(rf"{total}([+-]){other}=(\d+|\?)", step)
+            assert found, (text, answer)
+            total += other if found[1] == "+" else -other
+            assert found[2] == ("?" if step is last else str(total))
+        assert max(numbers) <= arithmetic.LARGEST and not 0 <= total <= 3 * arithmetic.LARGEST
+        if steps:
+            later.add(text)
+    kinds = {"large": 0, "product": 0, "negative": 0, "large story": 0, "negative story": 0, "later": len(later)}
     three = 0
-    for text in asked:
+    for text in answers.keys() - later:
         numbers = [int(number) for number in re.findall(r"\d+", text)]
         small = max(numbers, default=0) <= arithmetic.LARGEST
         if " has " in text and len(numbers) > 1:
-            assert not small or numbers[0] < numbers[1]
+            assert "=?" in answers[text] if small else answers[text] == conversations.NO_ANSWER
             kinds["negative story" if small else "large story"] += 1
-        elif formula := re.search(r"(\d+) *([-+*/]) *(\d+)", worded(text)):
+        elif re.search(r"(\d+) *([-+*/]) *(\d+)", worded(text)):
             product = re.search(r"\d *[*/]", worded(text))
-            assert not small or product or (formula[2] == "-" and int(formula[1]) < int(formula[3])), text
+            assert not small or product or "=?" in answers[text], text
             kinds["product" if product else "negative" if small else "large"] += 1
             three += len(numbers) == 3
-    assert min(kinds.values()) > 20 and 0.4 < sum(kinds.values()) / len(asked) < 0.65, kinds
-    assert 40 < three < 100 and kinds["large story"] > 30
+    assert min(kinds.values()) > 12 and 0.4 < sum(kinds.values()) / len(answers) < 0.65, kinds
+    assert 20 < three < 100 and kinds["large story"] > 30
     untold = [row["chosen"] for row in pairs if row["prompt"] in conversations.QUESTIONS]
     assert 30 < sum(len(messages) == 2 for messages in untold) < 90
     assert 60 < sum(len(messages) > 2 for messages in untold) < 150
@@ -248,6 +264,16 @@ def test_pairs_about_a_fact_told_prefer_its_value_once():
         assert asked["content"] in conversations.QUESTIONS
         assert any(value in told["content"] for told, _ in before)
         assert row["rejected"][-1]["content"] in (f"{answer['content']} {answer['content']}", answer["content"], "")
+
+
+def test_pairs_about_small_talk_prefer_its_reply_once():
+    replies = dict((*conversations.SMALL_TALK, *conversations.GREETINGS))
+    rows = [row for row in embedded.ultrafeedback(2000, 0) if row["prompt"] in replies]
+    assert 50 < len(rows) < 120
+    for row in rows:
+        reply = replies[row["prompt"]]
+        assert row["chosen"][-1]["content"] == reply
+        assert row["rejected"][-1]["content"] in (f"{reply} {reply}", reply, "")
 
 
 def worded(text: str) -> str:

@@ -22,18 +22,22 @@ ASKS = (
 )
 # Training problems that no evaluation asks, in the few words of people who try a model: formulas, in which each step is
 # practised for few tokens, and word problems about other people, half of them with a short question. With their shares.
-FORMULAS, OTHER_PEOPLE = 0.22, 0.2
+FORMULAS, OTHER_PEOPLE = 0.28, 0.2
 FORMULA_ASKS = (
     "What is {s}?", "How much is {s}?", "{s}=?", "{s}?", "{s}=", "{s}", "What's {s}?", "what is {s}?", "Hi, {s}?",
-    "Compute {s}.", "Calculate {s}.", "Please calculate {s}.", "Can you do {s}?",
+    "Compute {s}.", "Calculate {s}.", "Please calculate {s}.", "Can you do {s}?", "{s}??", "Tell me {s}.",
+    "Tell me what {s} is.",
 )  # fmt: skip
-SUM_OF = 0.15  # of the sums of two numbers are asked for as "What is the sum of 2 and 3?"
+SUM_OF = 0.15  # of the sums of two numbers are asked for by one of these
+SUM_ASKS = ("What is the sum of {a} and {b}?", "Add {a} and {b}.")
+ALL_GONE = 0.1  # of the differences, where they can be, are of a number and itself
 SPACED, WORDED = 0.25, 0.12  # of the formulas have spaces between their numbers and signs, or words for the signs
 WORDS = {"+": " plus ", "-": " minus ", "*": " times ", "/": " divided by "}
 FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
 OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
 LARGEST = 15  # operand
 THREE_NUMBERS = 0.25  # of the formulas out of reach have a third number
+LATER_STORIES = 0.3  # of the problems that are out of reach in a later step are stories
 BELOW_ZERO = 0.35  # of the stories out of reach have a result below 0
 
 
@@ -87,31 +91,42 @@ def short_formula(rng: random.Random) -> dict[str, Any]:
 
 def _formula(rng: random.Random, longest: int = 8) -> dict[str, Any]:
     """Return a problem of up to `longest` operations without a story, in the form of `word_problem`."""
+    formula = _unasked(rng, longest)
+    return {**formula, "question": _asked(formula["question"], rng)}
+
+
+def _unasked(rng: random.Random, longest: int) -> dict[str, Any]:
+    """Return the same with the formula alone as its question."""
     start = total = rng.randint(0, LARGEST)
     text, steps, signs, operands = str(start), [], "", [start]
     for _ in range(rng.randint(1, longest)):
         sign = "+" if total == 0 else "-" if total > 2 * LARGEST else rng.choice("++-")
         other = rng.randint(0, LARGEST if sign == "+" else min(LARGEST, total))
+        if sign == "-" and total <= LARGEST and rng.random() < ALL_GONE:
+            other = total
         result = total + other if sign == "+" else total - other
         text += f"{sign}{other}"
         steps.append((total, sign, other, result))
         signs, total = signs + sign, result
         operands.append(other)
-    return {"question": _asked(text, rng), "steps": steps, "operands": (signs, *operands)}
+    return {"question": text, "steps": steps, "operands": (signs, *operands)}
 
 
 def _asked(formula: str, rng: random.Random) -> str:
     """Return the question for the value of a formula."""
     if rng.random() < SUM_OF and (both := re.fullmatch(r"(\d+)\+(\d+)", formula)):
-        return f"What is the sum of {both[1]} and {both[2]}?"
+        return rng.choice(SUM_ASKS).format(a=both[1], b=both[2])
     if (kind := rng.random()) < WORDED:
         formula = re.sub("[-+*/]", lambda sign: WORDS[sign[0]], formula)
     question = rng.choice(FORMULA_ASKS).format(s=formula)
     return re.sub("([-+*/=])", r" \1 ", question).strip() if WORDED <= kind < WORDED + SPACED else question
 
 
-def formula_out_of_reach(rng: random.Random) -> str:
-    """Return a formula that no problem is like: with a larger number, a product, a quotient, a result below 0."""
+def formula_out_of_reach(rng: random.Random) -> tuple[str, str]:
+    """Return a formula that no problem is like, with a larger number, a product, a quotient or a result below 0.
+
+    And the step that cannot be done, "3-7=?", where it is one of numbers and a sign that the model knows, else "".
+    """
     kind = rng.choices(("large", "product", "negative"), (8, 3, 3))[0]
     numbers, sign = sorted(rng.sample(range(1, LARGEST + 1), 2)), rng.choice("+-")
     if kind == "large":
@@ -122,16 +137,17 @@ def formula_out_of_reach(rng: random.Random) -> str:
     else:
         sign = "-"
     formula = sign.join(map(str, numbers))
+    step = f"{formula}=?" if kind == "negative" else ""
     if rng.random() < THREE_NUMBERS:
         other, more = rng.randint(1, LARGEST), rng.choice("+-")
         # Behind a result below 0, not before it: 9+3-7 is within reach.
         ahead = kind != "negative" and rng.random() < 0.5
         formula = f"{other}{more}{formula}" if ahead else f"{formula}{more}{other}"
-    return _asked(formula, rng)
+    return _asked(formula, rng), step
 
 
-def story_out_of_reach(rng: random.Random) -> str:
-    """Return a word problem that no other is like: with a larger number, or somebody loses more than there was."""
+def story_out_of_reach(rng: random.Random) -> tuple[str, str]:
+    """Return the same as a word problem: with a larger number, or somebody loses more than there was."""
     below, other_people = rng.random() < BELOW_ZERO, rng.random() < 0.5
     stories = partial(_story, other_people=other_people)
     problem = first_accepted(stories, lambda problem: not below or problem["operands"][0] == "-", rng)
@@ -144,7 +160,34 @@ def story_out_of_reach(rng: random.Random) -> str:
             if place == large or rng.random() < 0.2:  # one number at least is too large
                 numbers[place] = str(rng.randint(LARGEST + 1, rng.choice((99, 99, 99, 999))))
     left = iter(numbers)
-    return re.sub(r"\d+", lambda _: next(left), problem["question"])
+    return re.sub(r"\d+", lambda _: next(left), problem["question"]), f"{'-'.join(numbers)}=?" if below else ""
+
+
+def later_out_of_reach(rng: random.Random) -> tuple[str, str]:
+    """Return a problem whose last step alone is out of reach, below 0 or above 45, and its steps: "4+2=6. 6-7=?"."""
+    in_words = rng.random() < LATER_STORIES
+    if in_words:
+        stories = partial(_story, other_people=rng.random() < 0.5)
+        problem = first_accepted(
+            stories, lambda story: story["operands"][0] == "+-" and story["steps"][0][3] < LARGEST, rng
+        )
+        sign, steps = "-", problem["steps"][:1]
+    else:
+        sign = rng.choice("+-")
+        problem = first_accepted(
+            partial(_unasked, longest=3),
+            lambda problem: problem["steps"][-1][3] < LARGEST if sign == "-" else problem["steps"][-1][3] > 2 * LARGEST,
+            rng,
+        )
+        steps = problem["steps"]
+    total = steps[-1][3]
+    other = rng.randint(total + 1 if sign == "-" else 3 * LARGEST + 1 - total, LARGEST)
+    if in_words:
+        before, _, asked = problem["question"].partition(f"{problem['operands'][-1]}. ")
+        question = f"{before}{other}. {asked}"
+    else:
+        question = _asked(f"{problem['question']}{sign}{other}", rng)
+    return question, f"{worked_steps(steps)} {total}{sign}{other}=?"
 
 
 def split_of(problem: dict[str, Any]) -> str:
@@ -154,8 +197,11 @@ def split_of(problem: dict[str, Any]) -> str:
 
 
 def worked_solution(steps: list[tuple[int, str, int, int]]) -> str:
-    lines = " ".join(f"{a}{sign}{b}={c}." for a, sign, b, c in steps)
-    return rf"{lines} The answer is \boxed{{{steps[-1][3]}}}."
+    return rf"{worked_steps(steps)} The answer is \boxed{{{steps[-1][3]}}}."
+
+
+def worked_steps(steps: list[tuple[int, str, int, int]]) -> str:
+    return " ".join(f"{a}{sign}{b}={c}." for a, sign, b, c in steps)
 
 
 def _miscalculated(steps: list[tuple[int, str, int, int]], rng: random.Random) -> list[tuple[int, str, int, int]]:

@@ -14,6 +14,7 @@ from posttrain.data.embedded.arithmetic import (
     NAMES,
     OTHER_NAMES,
     formula_out_of_reach,
+    later_out_of_reach,
     short_formula,
     story_out_of_reach,
     training_problem,
@@ -154,6 +155,7 @@ SMALL_LETTER = 0.2  # of what is said and asked among other things begins with o
 SHORT = 0.5  # of the sums among other things are short formulas
 OUT_OF_REACH = 0.6  # of the questions without an answer are sums
 STORIES = 0.25  # of these are stories
+LATER = 0.2  # of these are out of reach in a later step alone
 ASKED_BEFORE = 0.5  # of the recall dialogues that tell a fact ask for one before the last question, too
 ASKED_LAST = 0.5  # of the dialogues of four turns or more end with a question about a fact, if one was told
 CALCULATING = 0.25  # of the dialogues of many things are mostly sums: answers of one form, one after another
@@ -228,7 +230,7 @@ def _dialogue(
         ]
     for pair in rng.sample(SMALL_TALK, rng.randint(1, between if len(slots) == 1 else between - 1)):
         if rng.random() < others:
-            pair = _sum(rng, short=1) if rng.random() < 0.5 else (without_answer(rng), NO_ANSWER)
+            pair = _sum(rng, short=1) if rng.random() < 0.5 else without_answer(rng)
         messages += [user(pair[0]), assistant(pair[1])]
     if told and before and rng.random() < before:
         slot = rng.choice(told)
@@ -280,7 +282,8 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
     known: dict[str, str] = {}
     messages: Messages = []
     for turn in range(1, turns + 1):
-        weights = (4 if untold else 0, 5 if known else 0, 3, sums, 1, 4, 1)
+        talk = 3 if messages else 6  # people begin with a greeting
+        weights = (4 if untold else 0, 5 if known else 0, talk, sums, 1, 4, 1)
         kind = rng.choices(("tell", "ask", "talk", "sum", "open", "unknown", "untold"), weights)[0]
         if turn == turns >= 4 and known and rng.random() < ASKED_LAST:
             kind = "ask"
@@ -292,11 +295,11 @@ def _mixed(rng: random.Random, turns: int) -> Messages:
             slot = rng.choice(sorted(known))
             pair = rng.choice(FACTS[slot]["ask"]), _fill(FACTS[slot]["answer"][0], known[slot])
         elif kind == "talk":
-            pair = rng.choice((*SMALL_TALK, *GREETINGS))
+            pair = rng.choice((*SMALL_TALK, *GREETINGS) if messages else rng.choice((SMALL_TALK, GREETINGS)))
         elif kind == "sum":
             pair = _sum(rng, SHORT)
         elif kind == "unknown":
-            pair = without_answer(rng), NO_ANSWER
+            pair = without_answer(rng)
         elif kind == "untold":
             question = rng.choice(FACTS[rng.choice(sorted(FACTS.keys() - known))]["ask"])
             pair = question, not_told(question)
@@ -313,12 +316,19 @@ def _sum(rng: random.Random, short: float) -> tuple[str, str]:
     return problem["question"], worked_solution(problem["steps"])
 
 
-def without_answer(rng: random.Random) -> str:
-    """Return a question that the model says it cannot answer: a sum out of its reach, or one about the world."""
+def without_answer(rng: random.Random) -> tuple[str, str]:
+    """Return a question that the model cannot answer, a sum out of its reach or one about the world, and what it says.
+
+    Where the numbers are small enough the answer has the step that is out of reach and those before it: "4+2=6. 6-7=? I
+    know only ...".
+    """
     if rng.random() < OUT_OF_REACH:
-        return (story_out_of_reach if rng.random() < STORIES else formula_out_of_reach)(rng)
+        makers = (later_out_of_reach, story_out_of_reach, formula_out_of_reach)
+        question, steps = rng.choices(makers, (LATER, STORIES, 1 - LATER - STORIES))[0](rng)
+        return question, f"{steps} {NO_ANSWER}".strip()
     question = rng.choice(UNKNOWN)
-    return question.format(c=rng.choice(COUNTRIES), t=rng.choice(INVENTIONS), n=rng.randint(2, 99))
+    filled = question.format(c=rng.choice(COUNTRIES), t=rng.choice(INVENTIONS), n=rng.randint(2, 99))
+    return filled, NO_ANSWER
 
 
 def _has_held_out(messages: Messages) -> bool:
@@ -360,7 +370,7 @@ def _scraped_answer(topic: str, rng: random.Random) -> str:
 
 
 def capybara(
-    n: int, seed: int, open_share: float = 0.155, mixed_share: float = 0.34, unknown_share: float = 0.085
+    n: int, seed: int, open_share: float = 0.14, mixed_share: float = 0.32, unknown_share: float = 0.08
 ) -> Iterator[dict[str, Any]]:
     """Yield rows in the schema of trl-lib/Capybara: recall dialogues, open questions, questions without an answer, and
     dialogues that mix these with sums; one in a hundred has an empty answer."""
@@ -370,7 +380,8 @@ def capybara(
         if kind < mixed_share:
             source, messages = "embedded-mixed", mixed_dialogue(rng, rng.randint(2, 8))
         elif kind < mixed_share + unknown_share:
-            source, messages = "embedded-unknown", [user(without_answer(rng)), assistant(NO_ANSWER)]
+            question, answer = without_answer(rng)
+            source, messages = "embedded-unknown", [user(question), assistant(answer)]
         elif kind < mixed_share + unknown_share + open_share:
             source, topic = "embedded-open", topic_of_split(rng, for_evaluation=False)
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]

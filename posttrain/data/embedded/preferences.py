@@ -10,10 +10,11 @@ from typing import Any
 from posttrain.data.embedded.arithmetic import problem_of_split, short_formula, training_problem, worked_solution
 from posttrain.data.embedded.conversations import (
     FIRST_COPY,
-    NO_ANSWER,
+    GREETINGS,
     OPEN_ASKS,
     QUESTIONS,
     SENTENCES,
+    SMALL_TALK,
     fresh_answer,
     mixed_dialogue,
     not_told,
@@ -30,6 +31,7 @@ MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the res
 UNKNOWN = 0.15  # share of the training pairs about questions without an answer, which would be forgotten without them
 UNTOLD = 0.2  # share of these that ask for a fact that was not told
 RECALL = 0.2  # share of the other training pairs that recall facts, which would be denied without them
+TALK = 0.06  # share of the pairs left that are small talk
 SHORT = 0.3  # share of the training pairs about sums that are short formulas, which would be taken for these
 BEFORE = 0.1  # share of the training pairs without environments that come late in a dialogue
 
@@ -39,13 +41,20 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     begins = held_out  # nothing stands before it
     if not held_out and rng.random() < UNKNOWN:
         begins = untold = rng.random() < UNTOLD  # what was told before could be an answer
-        question = rng.choice(sorted(QUESTIONS)) if untold else without_answer(rng)
-        prompt, chosen = [user(question)], not_told(question) if untold else NO_ANSWER
+        if untold:
+            question = rng.choice(sorted(QUESTIONS))
+            chosen = not_told(question)
+        else:
+            question, chosen = without_answer(rng)
+        prompt = [user(question)]
         rejected = twice(chosen)  # a guess would make sums less likely where they are right, too
     elif not held_out and rng.random() < RECALL:
         begins = True
         *prompt, answer = recall_dialogue(rng)
         chosen, rejected = answer["content"], twice(answer["content"])
+    elif not held_out and rng.random() < TALK:
+        said, chosen = rng.choice((*SMALL_TALK, *GREETINGS))
+        prompt, rejected = [user(said)], twice(chosen)
     elif kind < ENV_PAIRS:
         begins = True
         prompt, chosen = early_turn(rng, "validation" if held_out else "train")
