@@ -158,12 +158,12 @@ def small_talk(rng: random.Random) -> list[Turn]:
     return [fact(rng, "name")[0], *others(rng, 4), rng.choice(SMALL_TALK)]
 
 
-def below_zero_later(rng: random.Random) -> Turn:
-    """Return a formula of two steps, the second of which has a result below 0."""
+def below_zero_later(rng: random.Random, by_one: bool = False) -> Turn:
+    """Return a formula of two steps, the second of which has a result below 0, or of -1."""
     a, b = rng.randint(2, 9), rng.randint(1, 5)
     sign = rng.choice("+-") if b < a else "+"
     total = a + b if sign == "+" else a - b
-    return f"{a}{sign}{b}-{rng.randint(total + 1, 15)}?", NO_ANSWER
+    return f"{a}{sign}{b}-{total + 1 if by_one else rng.randint(total + 1, 15)}?", NO_ANSWER
 
 
 def losing_story_later(rng: random.Random) -> Turn:
@@ -225,7 +225,8 @@ KINDS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "refused: a product or quotient": lambda rng: [product(rng)],
     "refused: a result below 0": lambda rng: [below_zero(rng)],
     "refused: a result below 0 in the second step": lambda rng: [below_zero_later(rng)],
-    "refused: the same in a story": lambda rng: [losing_story_later(rng)],
+    "refused: a result of -1 in the second step": lambda rng: [below_zero_later(rng, by_one=True)],
+    "refused: a story with a result below 0 in the second step": lambda rng: [losing_story_later(rng)],
     "refused: four numbers, the sum more than 45": lambda rng: [sum_too_large(rng)],
 }
 
